@@ -1,0 +1,1 @@
+"""Dragoman reads a language model's hidden states in plain words and proves the reading."""

@@ -1,0 +1,573 @@
+"""Run folders and atomic writes, killed, filled up and run twice at once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dragoman import files, runs
+from dragoman.errors import ResourceError, RunError
+from dragoman.runs import (
+    RunFolder,
+    atomic_folder,
+    atomic_path,
+    atomic_write_bytes,
+    atomic_write_json,
+    atomic_write_text,
+    check_disk_space,
+    content_hash,
+    home,
+    provenance,
+)
+
+CONFIG = {"steps": 10, "model": {"layer_index": 20, "rank": 16}, "lr": 1e-3}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def run_python(source: str, *arguments: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", source, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# ---------------------------------------------------------------- one file
+
+
+def test_a_file_is_written_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "deep" / "table.parquet"
+    atomic_write_bytes(target, b"first")
+    atomic_write_bytes(target, b"second")
+    assert target.read_bytes() == b"second"
+    assert names(target.parent) == ["table.parquet"]
+
+
+def test_text_is_utf8_with_its_newlines(tmp_path: Path) -> None:
+    atomic_write_text(tmp_path / "a.txt", "㈎\r\nb\n")
+    assert (tmp_path / "a.txt").read_bytes() == "㈎\r\nb\n".encode()
+
+
+def test_json_has_sorted_keys_and_plain_numbers_whatever_made_them(tmp_path: Path) -> None:
+    atomic_write_json(
+        tmp_path / "a.json",
+        {"b": np.float32(0.5), "a": torch.tensor(3), "p": Path("x/y"), "s": {2, 1}, "nan": float("nan")},
+    )
+    text = (tmp_path / "a.json").read_text()
+    assert json.loads(text) == {"a": 3, "b": 0.5, "nan": None, "p": "x/y", "s": [1, 2]}
+    assert re.findall(r'"(\w+)":', text) == ["a", "b", "nan", "p", "s"]
+
+
+def test_the_temporary_keeps_the_suffix_and_stands_in_the_same_folder(tmp_path: Path) -> None:
+    with atomic_path(tmp_path / "vectors.npy") as temporary:
+        assert temporary.suffix == ".npy"
+        assert temporary.parent == tmp_path
+        np.save(temporary, np.arange(3))
+        assert not (tmp_path / "vectors.npy").exists()
+    assert np.load(tmp_path / "vectors.npy", allow_pickle=False).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, ValueError, SystemExit])
+def test_an_exception_in_the_block_keeps_the_old_file_and_removes_the_temporary(
+    tmp_path: Path, raised: type[BaseException]
+) -> None:
+    (tmp_path / "a.json").write_text("old")
+    with pytest.raises(raised), atomic_path(tmp_path / "a.json") as temporary:
+        temporary.write_text("half of the n")
+        raise raised
+    assert (tmp_path / "a.json").read_text() == "old"
+    assert names(tmp_path) == ["a.json"]
+
+
+def test_a_file_gets_the_permissions_that_the_user_s_umask_gives(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    atomic_write_text(tmp_path / "ours", "")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out.json").mkdir()
+    with pytest.raises(ResourceError, match=r"out\.json cannot be written: it is a folder"):
+        atomic_write_text(tmp_path / "out.json", "x")
+
+
+def test_a_file_among_the_parents_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="a part of its folder's path is a file"):
+        atomic_write_text(tmp_path / "file" / "out.json", "x")
+
+
+def test_a_name_that_is_too_long_is_a_resource_error(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="cannot be written"):
+        atomic_write_text(tmp_path / ("n" * 300), "x")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes have no path there")
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = run_python("import sys; print(open(sys.argv[1]).read())", pipe)
+    atomic_write_text(pipe, "through the pipe")
+    assert reader.communicate(timeout=20)[0].strip() == "through the pipe"
+    assert pipe.is_fifo()
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+@contextlib.contextmanager
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 64 KiB, where the system lets us mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("mounting a tmpfs is not permitted here; the file-size limit test covers the same path")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], capture_output=True, check=True)
+
+
+def test_a_disk_that_fills_up_keeps_the_old_file_and_leaves_no_temporary(tmp_path: Path) -> None:
+    with small_disk(tmp_path) as disk:
+        target = disk / "vectors.parquet"
+        atomic_write_bytes(target, b"old")
+        with pytest.raises(ResourceError, match=r"filled up while vectors\.parquet"):
+            atomic_write_bytes(target, b"x" * 200_000)
+        assert target.read_bytes() == b"old"
+        assert names(disk) == ["vectors.parquet"]
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_folder_leaves_the_old_folder(tmp_path: Path) -> None:
+    with small_disk(tmp_path) as disk:
+        with atomic_folder(disk / "pair") as temporary:
+            (temporary / "pair.json").write_text("old")
+        with pytest.raises(ResourceError), atomic_folder(disk / "pair") as temporary:
+            (temporary / "pair.json").write_text("new")
+            (temporary / "weights").write_bytes(b"x" * 200_000)
+        assert (disk / "pair" / "pair.json").read_text() == "old"
+        assert names(disk) == ["pair"]
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from dragoman.errors import ResourceError
+from dragoman.runs import atomic_write_bytes
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    atomic_write_bytes(sys.argv[1], b"x" * 100_000)
+except ResourceError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no file-size limits there")
+def test_a_write_that_the_system_cuts_off_leaves_no_file_at_all(tmp_path: Path) -> None:
+    output, errors = run_python(LIMITED, tmp_path / "vectors.parquet").communicate(timeout=30)
+    assert "filled up while vectors.parquet was being written" in output, errors
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_every_way_of_reporting_a_full_disk_becomes_a_resource_error(
+    tmp_path: Path, error: Exception
+) -> None:
+    with pytest.raises(ResourceError) as raised, atomic_path(tmp_path / "a.safetensors") as temporary:
+        temporary.write_bytes(b"half")
+        raise error
+    assert raised.value.__cause__ is error
+    assert names(tmp_path) == []
+
+
+def test_a_rename_that_fails_on_a_full_disk_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ResourceError):
+        atomic_write_text(tmp_path / "a.json", "x")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_device_is_a_resource_error() -> None:
+    with pytest.raises(ResourceError, match="filled up"):
+        atomic_write_text("/dev/full", "x")
+
+
+def test_other_errors_pass_unchanged(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), atomic_path(tmp_path / "a"):
+        (tmp_path / "missing").read_text()
+    assert names(tmp_path) == []
+
+
+def test_work_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path) -> None:
+    check_disk_space(tmp_path / "not" / "yet", 1)
+    with pytest.raises(
+        ResourceError, match=r"GiB free.*at least 9\.095e\+05 TiB|TiB free.*at least 9\.095e\+05 TiB"
+    ):
+        check_disk_space(tmp_path / "not" / "yet", 10**18)
+
+
+# ---------------------------------------------------------------- a folder
+
+
+def test_a_folder_replaces_another_as_a_whole(tmp_path: Path) -> None:
+    for content in ("old", "new"):
+        with atomic_folder(tmp_path / "pair") as temporary:
+            (temporary / "deep").mkdir()
+            (temporary / "deep" / content).write_text(content)
+    assert names(tmp_path) == ["pair"]
+    assert names(tmp_path / "pair" / "deep") == ["new"]
+
+
+def test_a_folder_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+    (tmp_path / "pair").mkdir()
+    (tmp_path / "pair" / "old").write_text("")
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "pair") as temporary:
+        (temporary / "new").write_text("")
+        raise KeyboardInterrupt
+    assert names(tmp_path) == ["pair"]
+    assert names(tmp_path / "pair") == ["old"]
+
+
+def test_a_folder_set_aside_by_a_killed_process_is_put_back(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "pair") as temporary:
+        (temporary / "old").write_text("")
+    # What a kill between the two renames leaves:
+    (tmp_path / "pair").rename(tmp_path / ".replaced-pair")
+    with pytest.raises(ValueError, match="stop"), atomic_folder(tmp_path / "pair"):
+        raise ValueError("stop")
+    assert names(tmp_path / "pair") == ["old"]
+    assert names(tmp_path) == ["pair"]
+
+
+REPLACE_OFTEN = """
+import sys
+from pathlib import Path
+from dragoman.runs import atomic_folder
+for turn in range(20):
+    with atomic_folder(sys.argv[1]) as temporary:
+        for name in "ab":
+            (temporary / name).write_text(sys.argv[2] + str(turn))
+"""
+
+
+def test_two_processes_replacing_one_folder_leave_one_whole_result(tmp_path: Path) -> None:
+    workers = [run_python(REPLACE_OFTEN, tmp_path / "pair", name) for name in ("x", "y")]
+    for worker in workers:
+        _, errors = worker.communicate(timeout=120)
+        assert worker.returncode == 0, errors
+    assert (tmp_path / "pair" / "a").read_text() == (tmp_path / "pair" / "b").read_text()
+    assert [name for name in names(tmp_path) if not name.startswith(".replaced")] == ["pair"]
+
+
+# ---------------------------------------------------------------- provenance and hashes
+
+
+def test_provenance_names_versions_platform_and_time() -> None:
+    record = provenance(seed=3)
+    assert {"dragoman", "git_revision", "git_changed", "python", "torch", "transformers", "peft"} < set(
+        record
+    )
+    assert record["torch"] == torch.__version__
+    assert record["seed"] == 3
+    assert record["created"].endswith("+00:00")
+    json.dumps(record)
+
+
+def test_provenance_imports_none_of_the_packages_whose_versions_it_names() -> None:
+    source = (
+        "import sys; from dragoman.runs import provenance; r = provenance(); print(sorted({'torch', 'peft'}"
+        " & set(sys.modules)), r['torch'] is not None)"
+    )
+    assert run_python(source).communicate(timeout=60)[0].strip() == "[] True"
+
+
+def test_the_hash_depends_on_content_alone_and_not_on_order_or_spelling() -> None:
+    @dataclass
+    class Config:
+        lr: float
+        layers: tuple[int, ...]
+
+    one = content_hash({"b": 1, "a": Config(0.1, (1, 2))})
+    assert one == content_hash({"a": {"layers": [1, 2], "lr": np.float64(0.1)}, "b": 1})
+    assert one != content_hash({"a": {"layers": [1, 2], "lr": 0.1}, "b": 2})
+    assert re.fullmatch("[0-9a-f]{16}", one)
+
+
+def test_the_hash_is_the_same_in_every_process() -> None:
+    source = "from dragoman.runs import content_hash; print(content_hash({'s': {'x', 'y', 'z'}, 'k': 1}))"
+    assert run_python(source).communicate(timeout=60)[0].strip() == content_hash(
+        {"k": 1, "s": {"z", "y", "x"}}
+    )
+
+
+def test_home_is_what_the_user_says_else_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAGOMAN_HOME", "~/elsewhere")
+    assert home() == Path.home() / "elsewhere"
+    monkeypatch.setenv("DRAGOMAN_HOME", "")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/me")
+    assert home() == Path("/var/cache/me/dragoman")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert home() == Path.home() / ".cache" / "dragoman"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert home() == Path.home() / "Library" / "Caches" / "dragoman"
+
+
+# ---------------------------------------------------------------- run folders
+
+
+def test_a_new_folder_holds_the_resolved_config_and_where_it_comes_from(tmp_path: Path) -> None:
+    with RunFolder.open(tmp_path / "run", CONFIG, kind="train-verbalizer") as run:
+        assert not run.resumed
+        assert run.config == CONFIG
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == CONFIG
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["kind"] == "train-verbalizer"
+    assert record["provenance"]["torch"] == torch.__version__
+
+
+def test_the_same_config_resumes_with_all_figures_and_states(tmp_path: Path) -> None:
+    with RunFolder.open(tmp_path, CONFIG, kind="k") as run:
+        run.log(step=1, loss=torch.tensor(2.5), gap=np.float32(0.25))
+        run.save_state("sampler", position=7, seed=3)
+    with RunFolder.open(tmp_path, dict(reversed(CONFIG.items())), kind="k") as run:
+        assert run.resumed
+        assert run.state("sampler") == {"position": 7, "seed": 3}
+        assert run.state("never-saved") is None
+        run.log(step=2, loss=float("nan"))
+        first, second = run.metrics()
+    assert (first["step"], first["loss"], first["gap"]) == (1, 2.5, 0.25)
+    assert (second["step"], second["loss"]) == (2, None)
+    assert abs(first["time"] - time.time()) < 60
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": 2e-3}, r"lr = 0\.001.*lr = 0\.002"),
+        ({"model": {"layer_index": 21, "rank": 16}}, r"model\.layer_index = 20.*model\.layer_index = 21"),
+        ({"model": {"layer_index": 20}}, r"model\.rank = 16.*model\.rank = absent"),
+        ({"warmup": 5}, r"warmup = absent.*warmup = 5"),
+        ({"steps": "10"}, r'steps = 10\. Expected: steps = "10"'),
+    ],
+)
+def test_another_config_is_refused_by_its_first_differing_key(tmp_path: Path, change, message) -> None:
+    RunFolder.open(tmp_path, CONFIG, kind="k").close()
+    with pytest.raises(RunError, match=message):
+        RunFolder.open(tmp_path, {**CONFIG, **change}, kind="k")
+    with RunFolder.open(tmp_path, CONFIG, kind="k") as run:  # the refusal let go of the lock
+        assert run.resumed
+
+
+def test_another_kind_of_run_is_refused(tmp_path: Path) -> None:
+    RunFolder.open(tmp_path, CONFIG, kind="train-verbalizer").close()
+    with pytest.raises(RunError, match=r"'train-verbalizer'.*'train-reconstructor'"):
+        RunFolder.open(tmp_path, CONFIG, kind="train-reconstructor")
+
+
+def test_a_damaged_config_is_named_and_not_overwritten(tmp_path: Path) -> None:
+    RunFolder.open(tmp_path, CONFIG, kind="k").close()
+    (tmp_path / "config.json").write_text('{"steps": ')
+    with pytest.raises(RunError, match=r"config\.json is missing or is not JSON"):
+        RunFolder.open(tmp_path, CONFIG, kind="k")
+    assert (tmp_path / "config.json").read_text() == '{"steps": '
+
+
+def test_a_folder_killed_before_its_config_was_written_is_new(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"kind": "another"}')
+    with RunFolder.open(tmp_path, CONFIG, kind="k") as run:
+        assert not run.resumed
+
+
+def test_a_second_opening_in_the_same_process_is_refused_too(tmp_path: Path) -> None:
+    with (
+        RunFolder.open(tmp_path, CONFIG, kind="k"),
+        pytest.raises(RunError, match=f"process {os.getpid()} on "),
+    ):
+        RunFolder.open(tmp_path, CONFIG, kind="k")
+
+
+def test_a_folder_that_cannot_be_made_is_a_resource_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="cannot be written"):
+        RunFolder.open(tmp_path / "file" / "run", CONFIG, kind="k")
+
+
+def test_a_torn_last_line_is_dropped_when_reading_and_cut_when_resuming(tmp_path: Path) -> None:
+    with RunFolder.open(tmp_path, CONFIG, kind="k") as run:
+        run.log(step=1)
+        with (tmp_path / "metrics.jsonl").open("ab") as handle:
+            handle.write(b'{"step": 2, "lo')
+        assert [line["step"] for line in run.metrics()] == [1]
+    with RunFolder.open(tmp_path, CONFIG, kind="k") as run:
+        run.log(step=2)
+        assert [line["step"] for line in run.metrics()] == [1, 2]
+
+
+def test_a_broken_line_in_the_middle_is_an_error_and_not_a_gap(tmp_path: Path) -> None:
+    with RunFolder.open(tmp_path, CONFIG, kind="k") as run:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 3}\n')
+        with pytest.raises(RunError, match="line 2 that is not JSON"):
+            run.metrics()
+
+
+def test_rewinding_drops_the_steps_after_the_checkpoint_alone(tmp_path: Path) -> None:
+    with RunFolder.open(tmp_path, CONFIG, kind="k") as run:
+        for step in range(5):
+            run.log(step=step)
+        run.log(note="no step")
+        run.rewind(2)
+        assert [line.get("step") for line in run.metrics()] == [0, 1, 2, None]
+
+
+def test_a_full_disk_while_logging_leaves_only_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunFolder.open(tmp_path, CONFIG, kind="k") as run:
+        run.log(step=1)
+        write = io.FileIO.write
+
+        class HalfWrittenFile(io.FileIO):
+            def write(self, data):
+                return write(self, data[:5])
+
+        monkeypatch.setattr(Path, "open", lambda self, mode, buffering=-1: HalfWrittenFile(self, mode))
+        with pytest.raises(ResourceError, match=r"metrics\.jsonl"):
+            run.log(step=2)
+        monkeypatch.undo()
+        assert [line["step"] for line in run.metrics()] == [1]
+        run.log(step=3)
+        assert [line["step"] for line in run.metrics()] == [1, 3]
+
+
+def test_the_temporaries_of_a_killed_writer_are_swept_when_the_run_is_opened(tmp_path: Path) -> None:
+    (tmp_path / f"{files.TEMPORARY_PREFIX}dead.parquet").write_text("half")
+    (tmp_path / f"{files.TEMPORARY_PREFIX}deadfolder").mkdir()
+    (tmp_path / "kept.parquet").write_text("whole")
+    with RunFolder.open(tmp_path, CONFIG, kind="k"):
+        assert "kept.parquet" in names(tmp_path)
+        assert not [name for name in names(tmp_path) if name.startswith(files.TEMPORARY_PREFIX)]
+
+
+# ---------------------------------------------------------------- several processes, and kills
+
+HOLD = """
+import sys, time
+from dragoman.runs import RunFolder
+run = RunFolder.open(sys.argv[1], {"steps": 1}, kind="k")
+print("resumed" if run.resumed else "new", flush=True)
+step = len(run.metrics())
+while True:
+    step += 1
+    run.log(step=step, padding="x" * 2000)
+    run.save_state("position", step=step, padding="y" * 200_000)
+"""
+
+
+def test_a_second_process_is_told_who_holds_the_folder_since_when_and_where(tmp_path: Path) -> None:
+    holder = run_python(HOLD, tmp_path)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline().strip() == "new"
+        with pytest.raises(
+            RunError, match=rf"in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\dT"
+        ):
+            RunFolder.open(tmp_path, {"steps": 1}, kind="k")
+    finally:
+        holder.kill()
+        holder.communicate(timeout=20)
+
+
+def test_killed_again_and_again_a_run_resumes_with_every_line_and_state_whole(tmp_path: Path) -> None:
+    steps = 0
+    for turn in range(4):
+        worker = run_python(HOLD, tmp_path)
+        assert worker.stdout is not None
+        assert worker.stdout.readline().strip() == ("resumed" if turn else "new")
+        time.sleep(0.05 + 0.07 * turn)
+        worker.send_signal(signal.SIGKILL)
+        worker.communicate(timeout=20)
+        with RunFolder.open(tmp_path, {"steps": 1}, kind="k") as run:
+            assert run.resumed
+            lines = run.metrics()
+            assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+            state = run.state("position")
+            assert state is not None
+            assert lines[-1]["step"] - state["step"] in (0, 1)
+            assert len(state["padding"]) == 200_000
+        assert len(lines) > steps
+        steps = len(lines)
+
+
+CLAIM = """
+import sys, time
+from dragoman.errors import RunError
+from dragoman.runs import RunFolder
+while time.time() < float(sys.argv[2]):
+    pass
+try:
+    run = RunFolder.open(sys.argv[1], {"steps": 1}, kind="k")
+except RunError as error:
+    print("refused", error)
+else:
+    print("held", flush=True)
+    sys.stdin.readline()
+    time.sleep(1.5)
+"""
+
+
+def test_of_processes_that_start_at_the_same_moment_exactly_one_gets_the_folder(tmp_path: Path) -> None:
+    start = str(time.time() + 1.5)
+    workers = [run_python(CLAIM, tmp_path / "run", start) for _ in range(4)]
+    outputs = [worker.communicate(timeout=60) for worker in workers]
+    answers = sorted(output.split()[0] for output, _ in outputs)
+    assert answers == ["held", "refused", "refused", "refused"], outputs
+
+
+def test_closing_twice_is_fine_and_frees_the_folder(tmp_path: Path) -> None:
+    run = RunFolder.open(tmp_path, CONFIG, kind="k")
+    run.close()
+    run.close()
+    assert "lock.json" not in names(tmp_path)
+    with RunFolder.open(tmp_path, CONFIG, kind="k") as again:
+        assert again.resumed
+
+
+def test_the_public_names_of_runs_are_there() -> None:
+    assert all(hasattr(runs, name) for name in runs.__all__)
