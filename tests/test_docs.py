@@ -13,11 +13,13 @@ import pytest
 import typer
 
 from dragoman.cli.app import app
+from dragoman.cli.budget import FRACTIONS
 from dragoman.cli.reference import CommandHelp, command_helps, reference_page
 from dragoman.datagen.config import CorpusSpec, DataConfig
 from dragoman.evaluation.figures import FIGURE_NAMES
 from dragoman.nla.reading import COLUMNS
 from dragoman.training.config import PairConfig, PromptConfig, RefitConfig, StageConfig
+from dragoman.training.stages import REQUIRED_SPLITS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -73,7 +75,7 @@ def shell_lines(text: str) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("path", PAGES, ids=page_name)
 def test_no_page_has_a_place_left_to_fill(path: Path) -> None:
-    assert re.findall(r"@@FILL:\w+@@", path.read_text(encoding="utf-8")) == []
+    assert "@@FILL" not in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", PAGES, ids=page_name)
@@ -229,3 +231,11 @@ def test_every_figure_of_the_evaluation_is_explained() -> None:
 def test_every_key_of_an_explained_row_is_explained() -> None:
     page = (DOCS / "explain.md").read_text(encoding="utf-8")
     assert [name for name in COLUMNS if f"`{name}`" not in page] == []
+
+
+def test_default_and_proposed_shares_give_every_stage_its_documents() -> None:
+    default = DataConfig(layer_index=0).fractions
+    page = (DOCS / "train.md").read_text(encoding="utf-8")
+    for shares in (default, FRACTIONS):
+        assert {name for name, share in shares.items() if share > 0} >= set(REQUIRED_SPLITS)
+    assert ", ".join(f"`{name}` {share:g}" for name, share in default.items()) in page

@@ -262,27 +262,30 @@ def test_bookkeeping_costs_under_ten_microseconds_a_token(tiny_llama):
 
 
 @pytest.mark.slow
-def test_capture_reaches_85_percent_of_the_bare_truncated_forward(smollm2):
+@pytest.mark.timeout(900)
+def test_capture_reaches_85_percent_of_the_bare_truncated_forward(smollm2, capsys):
     from dragoman.subjects import truncated_model
 
-    sequences = [torch.randint(3, 40_000, (n,)).tolist() for n in torch.randint(100, 257, (64,)).tolist()]
+    sequences = [torch.randint(3, 40_000, (n,)).tolist() for n in torch.randint(100, 257, (8,)).tolist()]
     positions = [list(range(50, len(ids), 33)) for ids in sequences]
     batches = [
         padded([sequences[i] for i in rows])
-        for rows in plan_batches(dict(enumerate(map(len, sequences))), 4096)
+        for rows in plan_batches(dict(enumerate(map(len, sequences))), 1024)
     ]
     bare_model = truncated_model(smollm2, 20)
     bare, captured = [], []
-    for _ in range(3):  # alternating, so that other work on the machine strikes both
-        started = time.perf_counter()
+    for _ in range(3):  # CPU time and alternating, so that other work on the machine strikes both or neither
+        started = time.process_time()
         with torch.no_grad():
             for batch in batches:
                 bare_model(**batch)
-        bare.append(time.perf_counter() - started)
-        started = time.perf_counter()
-        capture(smollm2, sequences, [20], positions)
-        captured.append(time.perf_counter() - started)
-    assert min(bare) / min(captured) > 0.85
+        bare.append(time.process_time() - started)
+        started = time.process_time()
+        capture(smollm2, sequences, [20], positions, batch_tokens=1024)
+        captured.append(time.process_time() - started)
+    with capsys.disabled():
+        print(f"\ncapture: {min(bare) / min(captured):.1%} of the bare truncated forward's pace")
+    assert min(bare) / min(captured) > 0.85, (bare, captured)
 
 
 # ------------------------------------------------------------------ what runs and what stays behind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,37 +14,10 @@ from typer.testing import CliRunner
 
 from dragoman.cli.app import app
 from dragoman.evaluation.figures import FIGURE_NAMES
-from dragoman.injection import choose_marker
-from dragoman.injection.marker import prompt_renderer
-from dragoman.nla import Reconstructor, Verbalizer, save_pair
-from dragoman.sidecar import Extraction, Sidecar, Templates, Tokens, compute_suffix_ids
 from dragoman.subjects import load_subject
 
-AV = "Explain <concept>{injection_char}</concept>"
-WORDS = [
-    "river",
-    "stone",
-    "lantern",
-    "harbour",
-    "music",
-    "winter",
-    "bridge",
-    "orchard",
-    "signal",
-    "copper",
-    "garden",
-    "thunder",
-    "market",
-    "window",
-    "feather",
-    "castle",
-    "ribbon",
-    "anchor",
-    "candle",
-    "forest",
-]
-AR = "Summary of the following text: <text>{explanation}</text> <summary>"
 LAYER = 2
+WORDS = ["river", "stone", "lantern", "harbour", "music", "winter", "bridge", "orchard", "signal", "copper"]
 
 
 @pytest.fixture(scope="module")
@@ -55,56 +29,26 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pair_folder(tiny_llama, home, tmp_path_factory) -> Path:
-    """An untrained pair of the tiny Llama, with a train.yaml over a corpus of 80 short documents."""
-    root = tmp_path_factory.mktemp("pair")
-    tiny_llama.model.save_pretrained(root / "subject")
-    tiny_llama.tokenizer.save_pretrained(root / "subject")
-    subject = load_subject(str(root / "subject"), device="cpu", dtype="float32")
+def pair_folder(tiny_pair, tiny_subject, home, tmp_path_factory) -> Path:
+    """The tiny untrained pair with a train.yaml over a corpus of 80 short documents."""
+    root = tmp_path_factory.mktemp("evaluated")
     with (root / "corpus.jsonl").open("w") as file:
         for d in range(80):
             text = " ".join(random.Random(d).choices(WORDS, k=90))
             file.write(json.dumps({"id": f"d{d}", "text": text}) + "\n")
     config = {
-        "subject": str(root / "subject"),
+        "subject": tiny_subject.name,
         "layer_index": LAYER,
-        "output": str(root / "pair"),
+        "output": str(root / "run"),
         "data": {
             "corpora": [{"name": str(root / "corpus.jsonl")}],
             "positions_per_passage": 2,
             "fractions": {"av_sft": 0.4, "ar_sft": 0.2, "test": 0.4},
         },
     }
-    sidecars = {role: _sidecar(subject, role) for role in ("av", "ar")}
-    return save_pair(
-        root / "pair",
-        Verbalizer.from_subject(subject, sidecars["av"], own_weights=True),
-        Reconstructor.from_subject(subject, LAYER, sidecars["ar"], own_weights=True),
-        texts={"train.yaml": yaml.safe_dump(config)},
-    )
-
-
-def _sidecar(subject, role) -> Sidecar:
-    marker = choose_marker(subject.tokenizer, prompt_renderer(subject.tokenizer, AV, system_prompt=""))
-    return Sidecar(
-        kind="nla_model",
-        role=role,
-        d_model=subject.d_model,
-        extraction=Extraction(
-            layer_index=LAYER, base_model=subject.name, injection_scale=20.0, mse_scale=None, norm="none"
-        ),
-        tokens=Tokens(
-            injection_char=marker.char,
-            injection_token_id=marker.token_id,
-            injection_left_neighbor_id=marker.left_id,
-            injection_right_neighbor_id=marker.right_id,
-            ar_suffix_ids=compute_suffix_ids(subject.tokenizer, AR),
-        ),
-        prompt_templates=Templates(av=AV, ar=AR),
-        ar_layer_index=LAYER,
-        system_prompt="",
-        max_new_tokens=8,
-    )
+    shutil.copytree(tiny_pair, root / "pair")
+    (root / "pair" / "train.yaml").write_text(yaml.safe_dump(config))
+    return root / "pair"
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +138,8 @@ def test_a_test_file_can_be_named_and_gives_the_same_figures(evaluated, pair_fol
     again = json.loads(result.stdout)
     assert again["rows"] == document["rows"]
     assert again["round_trip_fve"] == document["round_trip_fve"]
+    assert document["test_set"]["made_from"] == "train.yaml"
+    assert "made_from" not in again["test_set"]
 
 
 def test_nothing_is_left_of_the_working_folder_and_the_pair_is_untouched(evaluated, pair_folder, home):

@@ -167,7 +167,7 @@ def test_the_legend_says_what_the_score_is_compared_with_and_counts_every_readin
     rows = [_row(i, "x", fve=f) for i, f in enumerate(scores)]
     html = render_page(_page(["x"] * 6, rows=rows))
     words = "".join(_Tree(html).text)
-    assert "mean of 512 held-out vectors" in words
+    assert "mean of 512 vectors" in words
     assert "words of another vector score −0.40" in words and "below 0.05 (dotted line)" in words
     counts = [int(n) for n in re.findall(r'class="count"[^>]*>(\d+)<', html)]
     assert counts == [1, 1, 2, 1, 1]
@@ -176,7 +176,7 @@ def test_the_legend_says_what_the_score_is_compared_with_and_counts_every_readin
 
 def test_unknown_baseline_figures_are_left_out_rather_than_invented():
     words = "".join(_Tree(render_page(_page(["x"], score=ScoreFacts()))).text)
-    assert "mean of held-out vectors" in words
+    assert "the mean vector" in words
     assert "another vector score" not in words and "flagged low-score" not in words
 
 

@@ -22,7 +22,7 @@ PAGE = """{{Infobox river|name=X|image=[[File:a.jpg]]|text={{nested|{{deep}}}}}}
 | 2
 |}
 |}
-'''The river''' rises in the [[Northern Hills|northern hills]]<ref name="a/b">{{cite|x}}</ref> and<ref name=q />
+'''The river''' rises in the [[Northern Hills|northern hills]]<ref name="a/b">{{cite|x}}</ref> and<ref />
 is {{convert|120|km|mi}} long, see [http://example.org/p its page]<!-- no -->, at a&nbsp;{{lang|fr|moulin}}.
 """
 

@@ -63,6 +63,12 @@ def test_the_card_names_both_denominators_the_threshold_the_commands_and_the_lim
     assert "- Trained on extractive explanations." in card
 
 
+def test_the_card_claims_held_out_documents_only_where_that_is_known(document):
+    assert "no stage of training saw" not in render_model_card(document, pair_meta=META)
+    known = {**document, "test_set": {**document["test_set"], "made_from": "train.yaml"}}
+    assert "no stage of training saw" in render_model_card(known, pair_meta=META)
+
+
 def test_the_front_matter_is_yaml_whatever_characters_the_names_hold(document):
     card = render_model_card(document, pair_meta={**META, "subject": 'a: "b" #c'})
     front = yaml.safe_load(card.split("---")[1])

@@ -12,7 +12,6 @@ import sys
 import traceback
 import warnings
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -135,8 +134,7 @@ def root(
 
 def _register_verbs() -> None:
     for verb in VERBS:
-        if find_spec(f"dragoman.cli.{verb}") is not None:
-            import_module(f"dragoman.cli.{verb}").register(app)
+        import_module(f"dragoman.cli.{verb}").register(app)
 
 
 _register_verbs()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,10 +107,9 @@ def evaluate(
     loss rises when it is given another document's vector, and what the words are worth when paired with
     another document's vector or said about nothing. A killed run goes on where it stopped.
 
-    Examples:
-        dragoman evaluate zoo:smollm2-135m-L20 --suite fve --json report.json
+    Example: `dragoman evaluate zoo:smollm2-135m-L20 --suite fve --json report.json`
 
-        dragoman evaluate my-pair --n 1024 --require 'round_trip_fve>=0.2' --require 'av_gap>=0.25'
+    Example: `dragoman evaluate my-pair --n 1024 --require 'round_trip_fve>=0.2' --require 'av_gap>=0.25'`
     """
     from dragoman.evaluation import failed_requirements, parse_requirement
     from dragoman.evaluation.figures import FIGURE_NAMES
@@ -224,7 +223,9 @@ def _held_out(request: _Request, folders: Sequence[Path], subject: Subject) -> H
 
     if request.test is not None:
         return read_held_out(request.test)
-    return read_held_out(make_test_set(folders, subject, quiet=request.quiet))
+    held_out = read_held_out(make_test_set(folders, subject, quiet=request.quiet))
+    # Only here is it known that the documents are those that training held out.
+    return replace(held_out, source={**held_out.source, "made_from": TRAIN_CONFIG})
 
 
 def make_test_set(folders: Sequence[Path], subject: Subject, *, quiet: bool) -> Path:

@@ -51,7 +51,7 @@ class ScoreFacts:
     """What the score on the page is compared with.
 
     Args:
-        baseline_n: held-out vectors behind the baseline (predict their mean), if known.
+        baseline_n: vectors behind the baseline (always answer their mean), if known.
         threshold: FVE below which a reading is flagged `low-score`, if calibrated.
         shuffled: mean FVE of explanations that belong to other vectors, if measured.
     """
@@ -206,11 +206,11 @@ def _place(fve: float) -> float:
 
 
 def _legend_words(score: ScoreFacts) -> str:
-    n = f"{score.baseline_n:,} held-out" if score.baseline_n else "held-out"
+    n = f" of {score.baseline_n:,} vectors" if score.baseline_n else " vector"
     first = (
         "<p><b>The colour is the FVE: how much of the vector the words carry.</b> The reconstructor, which "
         "sees the words and never the vector, turns them back into a vector; FVE is 1 minus its squared "
-        f"error, divided by the error of always answering the mean of {n} vectors.</p>"
+        f"error, divided by the error of always answering the mean{n}.</p>"
     )
     second = "<p><b>1</b> exact · <b>0</b> no better than that mean · <b>below 0</b> worse (dashed)"
     if score.shuffled is not None:

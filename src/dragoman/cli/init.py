@@ -15,6 +15,7 @@ from dragoman.cli.common import (
     DeviceOption,
     JsonOption,
     QuietOption,
+    check_writable_target,
     out_console,
     progress_bar,
     visible_text,
@@ -103,6 +104,7 @@ def init(
 
     Example: `dragoman init smollm2-135m --minutes 45`
     """
+    check_writable_target(json_path, "--json")
     if out is not None:
         _refuse_overwriting(out, force)
     from dragoman.cli.init_config import render_config, slug

@@ -109,9 +109,9 @@ def _summary(rows: Sequence[Mapping[str, Any]], sidecar: Sidecar) -> str:
     median = _median(rows)
     if median is None:
         return f"{len(rows)} read, not scored: the pair's sidecar has no baseline."
-    n = f"{sidecar.baseline.n:,} " if sidecar.baseline is not None else ""
+    n = f" of {sidecar.baseline.n:,} vectors" if sidecar.baseline is not None else " vector"
     text = f"Median FVE {median:.2f} over {len(rows)}. 1: the words carry the whole vector; 0: no better "
-    text += f"than always answering the mean of {n}held-out vectors."
+    text += f"than always answering the mean{n}."
     if sidecar.score_threshold is not None:
         text += f" Below {sidecar.score_threshold:.2f}: low-score, take it as a guess."
     return text

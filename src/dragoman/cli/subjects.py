@@ -57,11 +57,11 @@ def list_verb(json: JsonOption = None, debug: DebugOption = False) -> None:
     if json == "-":
         return
     table = Table(box=None, pad_edge=False)
-    for column in ("name", "what", "blocks", "d_model", "download", "licence", "state"):
-        table.add_column(column, justify="right" if column in ("blocks", "d_model", "download") else "left")
+    for column in ("name", "model", "blocks × d_model", "download", "licence", "state"):
+        table.add_column(column, justify="right" if column in ("blocks × d_model", "download") else "left")
     for item in listings:
-        state = "cached" if item.cached else "terms to accept" if item.needs_terms else "not fetched"
-        numbers = (str(item.num_layers), str(item.d_model), f"{item.download_mb} MB")
+        state = "cached" if item.cached else "needs terms" if item.needs_terms else "not fetched"
+        numbers = (f"{item.num_layers} × {item.d_model}", f"{item.download_mb} MB")
         table.add_row(item.name, item.description, *numbers, item.license, state)
     out_console().print(table)
     out_console().print("Also: hf:ORG/NAME, a model folder, a .gguf file.", markup=False)

@@ -15,6 +15,7 @@ from dragoman.cli.common import (
     DeviceOption,
     JsonOption,
     QuietOption,
+    check_writable_target,
     out_console,
     progress_bar,
     remark,
@@ -61,6 +62,7 @@ def verbalizer(
 
     Example: `dragoman train verbalizer pair.yaml`
     """
+    check_writable_target(json, "--json")
     training = _training(config, output, device, quiet)
     figures = training.train_verbalizer()
     _finish("verbalizer", training, {"verbalizer": figures}, json, f"dragoman train reconstructor {config}")
@@ -81,6 +83,7 @@ def reconstructor(
 
     Example: `dragoman train reconstructor pair.yaml`
     """
+    check_writable_target(json, "--json")
     training = _training(config, output, device, quiet)
     figures = training.train_reconstructor()
     _finish("reconstructor", training, {"reconstructor": figures}, json, f"dragoman train pair {config}")
@@ -101,6 +104,7 @@ def pair(
 
     Example: `dragoman train pair pair.yaml`
     """
+    check_writable_target(json, "--json")
     training = _training(config, output, device, quiet)
     figures = {
         "verbalizer": training.train_verbalizer(),

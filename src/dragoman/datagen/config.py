@@ -64,7 +64,7 @@ class DataConfig(BaseModel):
     positions_per_passage: Positive = 6
     min_position: Annotated[int, Field(ge=0)] = 50
     max_tokens: Positive = 256
-    fractions: dict[str, float] = {"av_sft": 0.4, "ar_sft": 0.4, "refit": 0.1, HELD_OUT: 0.1}
+    fractions: dict[str, float] = {"av_sft": 0.4, "ar_sft": 0.4, "calibration": 0.1, HELD_OUT: 0.1}
     seed: int = 0
     max_vectors: Positive | None = None
     value_type: Literal["float32", "bfloat16"] = "float32"

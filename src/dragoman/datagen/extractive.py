@@ -2,11 +2,15 @@ r"""Explanations taken from the text itself: how it ends, the words before, what
 
 One line, always of this form (the parts in capitals vary):
 
-    Ends in "WORD", after "UP TO EIGHT WORDS BEFORE". Topic: w1, w2, w3, w4, w5.
+    Topic: w1, w2, w3, w4, w5. Ends in "WORD": "UP TO EIGHT WORDS BEFORE WORD".
 
 WORD is the last white-space-delimited chunk, a fragment where the position ends inside a word, with its
 punctuation. Where the last token ends in white space, that white space follows escaped (`\n`), and stands
 alone where the token is nothing else.
+
+WORD stands twice on purpose. First by itself, because a verbalizer says it best before it has committed
+itself to the words around it; and again where it stood, at the very end, because a reconstructor is a
+language model, whose state at the end of a passage is close to the state it has to give back.
 
 Topic words are ranked by tf·idf whose term frequency decays with distance from the end,
 
@@ -95,10 +99,11 @@ class Extractor:
         else:
             word, before = (chunks[-1] if chunks else ""), chunks[:-1]
         ending = _shortened(_escaped(word)) + _escaped(tail)
-        context = " ".join(_shortened(_escaped(chunk)) for chunk in before[-WORDS_BEFORE:]).replace('"', "'")
+        context = " ".join(_shortened(_escaped(chunk)) for chunk in before[-WORDS_BEFORE:])
+        passage = f"{context} {ending}" if context and word else context + ending
         topics = self.topics(" ".join(before))
-        sentence = f'Ends in "{ending}", after "{context}".'
-        return f"{sentence} Topic: {', '.join(topics)}." if topics else sentence
+        sentence = f'''Ends in "{ending}": "{passage.replace('"', "'")}".'''
+        return f"Topic: {', '.join(topics)}. {sentence}" if topics else sentence
 
     def topics(self, text: str) -> list[str]:
         """Up to five lower-case content words, the highest score first, equal scores by the alphabet."""

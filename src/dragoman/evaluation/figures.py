@@ -266,7 +266,8 @@ def _cosines(
 
 def _retrieval(prefix: str, words: str, ranks: Ranks, estimate: _Estimator) -> list[Figure]:
     guess = chance(ranks.pool)
-    where = f"among {ranks.pool} held-out vectors ({ranks.pools} pools), from {words}"
+    pools = f", over {ranks.pools} disjoint pools" if ranks.pools > 1 else ""
+    where = f"among {ranks.pool} held-out vectors{pools}, from {words}"
     rows = (
         (f"own vector found first {where}", ranks.top(1), guess.top1),
         (f"own vector among the first five {where}", ranks.top(5), guess.top5),

@@ -118,14 +118,18 @@ def _summary(report: Mapping[str, Any], pair_meta: Mapping[str, Any]) -> str:
 
 def _measured(report: Mapping[str, Any]) -> str:
     test, settings = report["test_set"], report["settings"]
-    decoding = settings["decoding"]
-    how = (
-        f"sampling at temperature {decoding['temperature']}" if decoding["temperature"] else "greedy decoding"
+    temperature = settings["decoding"]["temperature"]
+    how = f"sampling at temperature {temperature}" if temperature else "greedy decoding"
+    # Of a file that somebody named, nobody here knows whether training saw its documents.
+    whose = (
+        f"that no stage of training saw (split by document, made again from {test['made_from']})"
+        if test.get("made_from")
+        else f"of the file {test.get('file', 'given')}"
     )
     raw, direction = report["raw_variance"]["value"], report["normalised_mean"]["value"]
     lead = (
-        f"On {test['rows_used']} held-out vectors of {test['documents_used']} documents that no stage of "
-        f"training saw (split by document; rows {test['fingerprint']}), {how}. Intervals are "
+        f"On {test['rows_used']} vectors of {test['documents_used']} documents {whose} (rows "
+        f"{test['fingerprint']}), {how}. Intervals are "
         f"{settings['level']:.0%}, by bootstrap over documents ({settings['resamples']} resamples). "
         "FVE = 1 − MSE / denominator with both vectors normalised; the denominators are *raw variance* "
         f"{raw:.4f} (predict the mean; used where nothing is said) and *normalised mean* {direction:.4f} "

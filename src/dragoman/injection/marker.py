@@ -76,8 +76,8 @@ def choose_marker(tokenizer: Any, render: Callable[[str], list[int]]) -> Marker:
             return marker
         tried.append(char)
     raise InjectionError(
-        f"none of {len(tried)} candidate markers ({', '.join(map(repr, tried[:5]))}, …) stands exactly once "
-        "in the rendered prompt",
+        f"none of {len(tried)} candidate markers stands exactly once in the rendered prompt; tried first: "
+        f"{', '.join(map(repr, tried[:5])) or 'nothing, as the vocabulary has no candidate'}",
         expected="one token that the prompt template keeps whole, with a token on either side",
         consequence="there would be no place for the vector to enter",
         remedy="put {injection_char} between plain words or tags, away from the edges of the prompt",

@@ -234,8 +234,11 @@ def _load_adapter(model: nn.Module, folder: Path) -> None:
     stored = _read_tensors(folder / ADAPTER_WEIGHTS)
     state = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in stored.items()}
     try:
-        inject_adapter_in_model(config, model, _ADAPTER_NAME)
-        _finish_injection(model, torch.float32)
+        # The start values are overwritten; drawing them must not move the caller's generator.
+        with torch.random.fork_rng(devices=[]):
+            inject_adapter_in_model(config, model, _ADAPTER_NAME)
+        # In the dtype it was trained in, whatever the base model runs in.
+        _finish_injection(model, next(iter(state.values())).dtype if state else None)
         expected = _adapter_state(model)
         if state.keys() != expected.keys():
             odd = sorted(state.keys() ^ expected.keys())

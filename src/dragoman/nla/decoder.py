@@ -58,12 +58,19 @@ class TextModel:
         return DynamicCache(config=self.module.config)
 
     def run_prefix(self, ids: Sequence[int]) -> DynamicCache | None:
-        """Cache of a constant prefix, batch 1; None where nothing can be shared."""
+        """Cache of a constant prefix, batch 1, to be expanded; None where nothing can be shared."""
         cache = self.new_cache()
-        if not ids or not all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
+        # A recurrent state is updated in place, through which no gradient can flow back to the prefix.
+        recurrent = any(hasattr(layer, "update_recurrent_state") for layer in cache.layers)
+        if not ids or (recurrent and torch.is_grad_enabled()):
             return None
         self.hidden(torch.tensor([list(ids)], device=self.device), cache)
         return cache
+
+
+def expand_rows(cache: DynamicCache, batch: int) -> None:
+    """Repeat a cache of batch 1 to `batch` rows, in place; gradients of the rows add up in the prefix."""
+    cache.reorder_cache(torch.zeros(batch, dtype=torch.long))
 
 
 class Decoder:
@@ -108,8 +115,7 @@ class Decoder:
         gap = float((found - expected).abs().max() / expected.std().clamp_min(1e-6))
         if not gap <= LOGIT_TOLERANCE:
             raise SubjectError(
-                f"the logits of {name} differ by {gap:.3g} standard deviations from those of its output head on "
-                "its hidden states",
+                f"the logits of {name} differ by {gap:.3g} standard deviations from those of its output head",
                 expected=f"at most {LOGIT_TOLERANCE}: a linear head with a soft cap or a factor",
                 consequence="a verbalizer would be trained and read with wrong probabilities",
                 remedy="report the model type; it needs an entry in dragoman.nla.decoder",

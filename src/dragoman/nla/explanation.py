@@ -62,7 +62,7 @@ class Decoding:
         for message in self._problems():
             raise ConfigError(
                 message,
-                expected="temperature ≥ 0, 0 < top_p ≤ 1, max_new_tokens ≥ 1, best_of ≥ 1 (above 1 with a temperature)",
+                expected="temperature ≥ 0, 0 < top_p ≤ 1, max_new_tokens ≥ 1, best_of ≥ 1 (1 if greedy)",
                 consequence="decoding would fail or return the same candidate several times",
                 remedy="correct this setting, for example temperature=1.0 with best_of=4",
             )

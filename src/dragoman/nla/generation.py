@@ -19,6 +19,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from dragoman.nla.decoder import expand_rows
 from dragoman.nla.explanation import Decoding
 from dragoman.shapes import Vectors
 
@@ -102,7 +103,7 @@ def expanded_cache(prefix: DynamicCache, batch: int) -> DynamicCache:
         cache.layers = [PreallocatedLayer(layer.keys, layer.values, batch) for layer in prefix.layers]
         return cache
     cache = copy.deepcopy(prefix)
-    cache.reorder_cache(torch.zeros(batch, dtype=torch.long))
+    expand_rows(cache, batch)
     return cache
 
 
@@ -221,7 +222,8 @@ class Generator:
         """Next tokens and their raw log-probabilities."""
         logits = self._decoder.logits(hidden).float()
         total = logits.logsumexp(dim=-1)
-        allowed = logits.index_fill(1, self._suppressed, float("-inf"))
+        # In place: a suppressed token's own log-probability is never asked for.
+        allowed = logits.index_fill_(1, self._suppressed, float("-inf"))
         if decoding.temperature == 0.0:
             tokens = allowed.argmax(dim=-1)
         else:

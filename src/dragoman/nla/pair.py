@@ -60,7 +60,7 @@ class Pair:
 
     @property
     def sidecar(self) -> Sidecar:
-        """The verbalizer's sidecar; baseline, threshold and norms are the reconstructor's where it has none."""
+        """The verbalizer's sidecar; what it lacks of baseline, threshold and norms is the reconstructor's."""
         own, other = self.verbalizer.sidecar, self.reconstructor.sidecar
         missing = {key: getattr(other, key) for key in _SHARED_KEYS if getattr(own, key) is None}
         return own.model_copy(update=missing)

@@ -12,7 +12,7 @@ ZOO_PREFIX = "zoo:"
 HUB_PREFIX = "hf:"
 PAIR_FILE = "pair.json"
 _HUB_PATTERNS = ("*.json", "*.yaml", "*.safetensors", "*.md")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
 def zoo_folder() -> Path:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dragoman.errors import ConfigError, SubjectError, TextError
 from dragoman.injection import Marker, ReplaceInjector
 from dragoman.nla import adapters
-from dragoman.nla.decoder import Decoder
+from dragoman.nla.decoder import Decoder, expand_rows
 from dragoman.nla.explanation import (
     CLOSE_TAG,
     OPEN_TAG,
@@ -220,7 +220,7 @@ class Verbalizer:
         cache = self._decoder.text.run_prefix(self._prompt[: self._shared]) if share_prefix else None
         skip = 0 if cache is None else self._shared
         if cache is not None:
-            cache.batch_repeat_interleave(len(batch.input_ids))
+            expand_rows(cache, len(batch.input_ids))
         ids = batch.input_ids[:, skip:]
         left = self._prompt[skip - 1] if skip else None
         with self._injector.inject(batch.vectors, left_context=left):

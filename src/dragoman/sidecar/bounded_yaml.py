@@ -10,14 +10,14 @@ import yaml
 from dragoman.errors import SidecarError
 
 _MAX_BYTES = 1 << 20
-_MAX_NODES = 20_000
+_MAX_NODES = 10_000
 _MAX_DEPTH = 64
 
 
 def load_yaml(file: Path) -> Any:
     """The one document of `file`, or None when it is empty.
 
-    Aliases are allowed as far as the whole document, written out, has at most 20,000 values: a list that two
+    Aliases are allowed as far as the whole document, written out, has at most 10,000 values: a list that two
     keys share comes from many dumpers, a bomb does not fit.
 
     Raises:
@@ -124,7 +124,7 @@ def _parse(file: Path, text: str) -> Any:
 
 
 def _check_expansion(file: Path, root: yaml.Node) -> None:
-    """Refuses documents whose aliases multiply them, nest them or contain themselves, before building values."""
+    """Refuses documents whose aliases multiply, nest or contain themselves, before any value is built."""
     known: dict[int, tuple[int, int] | None] = {}
 
     def written_out(node: yaml.Node) -> tuple[int, int]:

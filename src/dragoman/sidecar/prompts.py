@@ -48,8 +48,10 @@ def render_prompt_ids(
 ) -> list[int]:
     """Ids of the canonical AV prompt: chat template around the template, generation prompt added.
 
-    Where the tokenizer loses the marker (it normalises the character, or splits special tokens), the text
-    before and after it is encoded by itself and the id put between: neighbours are what stands at the seams.
+    Where the tokenizer rewrites the marker even by itself (it normalises the character, or splits special
+    tokens), the text before and after it is encoded and the id put between: neighbours are what stands at the
+    seams. A marker that only merges with its surroundings is not rescued so: other readers of the sidecar
+    would not find it.
 
     Args:
         tokenizer: see the module.
@@ -70,7 +72,8 @@ def render_prompt_ids(
         )
     text = _chat_text(tokenizer, render_template(template, injection_char=char), system_prompt)
     ids = list(tokenizer.encode(text, add_special_tokens=False))
-    if token_id in ids or text.count(char) != 1:
+    rewritten = list(tokenizer.encode(char, add_special_tokens=False)) != [token_id]
+    if token_id in ids or not rewritten or text.count(char) != 1:
         return ids
     before, _, after = text.partition(char)
     return [

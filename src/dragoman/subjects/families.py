@@ -229,7 +229,7 @@ def _slope(x: Float[Tensor, "n d_model"], y: Float[Tensor, "n d_model"], where: 
     residual = float((y - slope * x).norm() / y.norm().clamp_min(1e-30))
     if not residual <= GAIN_TOLERANCE or slope <= 0:
         raise SubjectError(
-            f"{where} the embedding changes by more than a factor (residual {residual:.3f}, slope {slope:.4g})",
+            f"{where} the embedding changes by more than a factor ({slope:.4g}, residual {residual:.3f})",
             expected=f"a plain positive factor, residual below {GAIN_TOLERANCE}",
             consequence="an injected vector would not reach block 0 as it was given",
             remedy="use a model without a norm or projection between embedding and block 0",

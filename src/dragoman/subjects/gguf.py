@@ -20,7 +20,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from dragoman.errors import DragomanError, SubjectError
 from dragoman.runs import check_disk_space
-from dragoman.subjects.pretokenizers import repair_tokenizer
+from dragoman.subjects.pretokenizers import repaired_tokenizer
 from dragoman.subjects.quiet import quiet_transformers
 
 CONVERTER_VERSION = 1
@@ -195,8 +195,7 @@ def convert_gguf(path: Path, folder: Path, progress: Callable[[int, int, str], N
     report(1, 3, "steps")
     _save_model(model, folder)
     report(2, 3, "steps")
-    tokenizer = _load_tokenizer(path, header)
-    repair_tokenizer(tokenizer, header.metadata)
+    tokenizer = repaired_tokenizer(_load_tokenizer(path, header), header.metadata)
     tokenizer.save_pretrained(folder)
     report(3, 3, "steps")
 

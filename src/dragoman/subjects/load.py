@@ -109,7 +109,7 @@ def _resolve(name: str, revision: str | None, accept_terms: bool, progress: Prog
         folder = fetch_subject(name, progress, accept_terms=accept_terms)
         return _Source(folder, None, EMBEDDED[name].gguf_sha256[:16])
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return _Source(path.absolute(), None, None)
     if path.is_file() or path.suffix == ".gguf":
         return _from_gguf(path, progress)
@@ -284,8 +284,21 @@ def _load(
         options["revision"] = source.hub.revision
     with quiet_transformers(), explained(source.reference, source.hub):
         tokenizer = AutoTokenizer.from_pretrained(source.reference, **options)
+        _refuse_empty_tokenizer(source.reference, tokenizer)
         model = _load_model(source.reference, wanted, quantization, options)
     return model, tokenizer
+
+
+def _refuse_empty_tokenizer(reference: str, tokenizer: Any) -> None:
+    # Where the files are missing, transformers builds a tokenizer with an empty vocabulary.
+    ids = tokenizer("A plain sentence.", add_special_tokens=False)["input_ids"]
+    if not ids or set(ids) == {tokenizer.unk_token_id}:
+        raise SubjectError(
+            f"the tokenizer of {reference} knows no words",
+            expected="tokenizer files beside the model (tokenizer.json, or the family's own)",
+            consequence="every text would be read as empty or unknown",
+            remedy="copy the tokenizer files of the same model into the folder",
+        )
 
 
 def _load_model(

