@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import pytest
+import tests.typecheck  # noqa: F401  (the hook below names it)
 import torch
-from tests.families import FAMILIES, tiny_model
+from jaxtyping import install_import_hook
 
-from dragoman.subjects import Compute, Subject, load_subject
+# Shapes and types in the signatures of the rooms that handle tensors are checked at every call of every test.
+CHECKED = [
+    "dragoman.scaling",
+    "dragoman.injection.marker",
+    "dragoman.injection.sites",
+    "dragoman.activations",
+    "dragoman.evaluation.fve",
+    "dragoman.evaluation.retrieval",
+    "dragoman.evaluation.stats",
+    "dragoman.nla.heads",
+    "dragoman.nla.vectors",
+    "dragoman.training.batches",
+    "dragoman.training.optimizer",
+    "dragoman.training.rows",
+]
+install_import_hook(CHECKED, "tests.typecheck.checker")
+
+from tests.families import FAMILIES, tiny_model  # noqa: E402
+
+from dragoman.subjects import Compute, Subject, load_subject  # noqa: E402
 
 CPU_FLOAT32 = Compute(torch.float32, "sdpa", torch.device("cpu"), "tests")
 

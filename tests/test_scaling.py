@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from tests.typecheck import unchecked
 
 from dragoman.errors import DragomanWarning, ScaleError, VectorError
 from dragoman.scaling import (
@@ -109,13 +110,13 @@ def test_a_row_of_zeros_has_cosine_zero_and_no_nan() -> None:
 def test_one_prediction_is_not_broadcast_over_many_targets() -> None:
     for compare in (cosine, normalised_mse):
         with pytest.raises(VectorError, match=r"\(1, 8\).*\(4, 8\)"):
-            compare(torch.ones(1, 8), torch.ones(4, 8))
+            unchecked(compare)(torch.ones(1, 8), torch.ones(4, 8))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, "raw", True])
 def test_a_scale_that_means_nothing_is_refused_by_value(scale) -> None:
     with pytest.raises(ScaleError, match=r"(t|T)he scale is") as raised:
-        resolve_scale(scale, 576)
+        unchecked(resolve_scale)(scale, 576)
     assert repr(scale) in str(raised.value)
 
 

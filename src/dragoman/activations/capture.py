@@ -17,18 +17,16 @@ import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float32
 from torch import Tensor, nn
 
 from dragoman.errors import ConfigError, ResourceError, SubjectError, TextError
+from dragoman.runs import Progress
 from dragoman.shapes import AttentionMask, HiddenStates, TokenIds
-
-if TYPE_CHECKING:
-    from dragoman.runs import Progress
-    from dragoman.subjects import Subject
+from dragoman.subjects import Subject
 
 _PAD_ID = 0
 """Any valid id does: pads are masked and stand after everything that is read."""

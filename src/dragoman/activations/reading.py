@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -79,7 +79,7 @@ class VectorReader:
             self.close()
             raise
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> VectorReader:
         return self
 
     def __exit__(

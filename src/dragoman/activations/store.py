@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -94,7 +94,7 @@ class VectorWriter:
         self._stack = ExitStack()
         self._parquet: pq.ParquetWriter | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> VectorWriter:
         assert self._parquet is None and not self.rows, "a writer is entered once"
         with ExitStack() as stack:
             # Left in reverse: last rows, footer, sidecar, and then the data takes its name, so that data

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,12 +16,11 @@ from dragoman.cli.common import (
     JsonOption,
     QuietOption,
     check_writable_target,
-    decode_text,
     progress_bar,
-    read_text_file,
     remark,
     write_json,
 )
+from dragoman.cli.explain_input import ExplainInput, choose_input, read_input
 from dragoman.errors import ConfigError, TextError
 
 if TYPE_CHECKING:
@@ -34,7 +31,6 @@ DEFAULT_PAIR = "zoo:smollm2-135m-L20"
 SAMPLING_TEMPERATURE = 0.7
 """With --best-of and no --temperature: greedy candidates would all be the same."""
 MANY_VECTORS = 2_000
-MAX_MESSAGES = 1_000
 
 _INPUT, _DECODING, _MODEL, _OUTPUT = "Input", "Decoding", "Model", "Output"
 
@@ -158,10 +154,10 @@ def explain(
 
     Example: `dragoman explain --vectors activations.parquet --out words.parquet`
     """
-    source = _choose_input(text, file, chat, vectors)
+    source = choose_input(text, file, chat, vectors)
     _check_outputs(source, out, json_path, html)
     # Read before the model is loaded: a wrong path or an empty pipe should not cost the wait.
-    content = _read_input(source)
+    content = read_input(source)
     from dragoman.nla import Decoding, load_pair
 
     decoding = Decoding(
@@ -184,99 +180,10 @@ def explain(
     _deliver(loaded, reading, special, decoding, json_path, html, quiet=quiet)
 
 
-# ---------------------------------------------------------------- input
-
-
-@dataclass(frozen=True)
-class _Input:
-    """What is to be read: kind is text, file, stdin, chat or vectors."""
-
-    kind: str
-    text: str = ""
-    path: Path = Path()
-
-
-def _choose_input(text: str | None, file: Path | None, chat: Path | None, vectors: Path | None) -> _Input:
-    given = [
-        *([_Input("stdin") if text == "-" else _Input("text", text=text)] if text is not None else []),
-        *([_Input("file", path=file)] if file is not None else []),
-        *([_Input("chat", path=chat)] if chat is not None else []),
-        *([_Input("vectors", path=vectors)] if vectors is not None else []),
-    ]
-    if len(given) > 1:
-        raise ConfigError(
-            f"{len(given)} inputs were given: {', '.join(item.kind for item in given)}",
-            expected="one of TEXT, --file, --chat, --vectors, or standard input",
-            consequence="all but one would silently be ignored",
-            remedy="give one",
-        )
-    if given:
-        return given[0]
-    if sys.stdin.isatty():
-        raise ConfigError(
-            "nothing to read was given",
-            expected="a text, --file, --chat, --vectors, or text on standard input",
-            consequence="the command would wait for typing that nobody announced",
-            remedy='for example: dragoman explain "The capital of France is Paris."',
-        )
-    return _Input("stdin")
-
-
-def _read_input(source: _Input) -> Any:
-    """The text, the messages, or nothing for vectors (they are read where they are used)."""
-    if source.kind == "vectors":
-        return None
-    if source.kind == "chat":
-        return _read_messages(source.path)
-    if source.kind == "file":
-        text = read_text_file(source.path)
-    elif source.kind == "stdin":
-        text = decode_text(sys.stdin.buffer.read(), "standard input")
-    else:
-        # A shell hands bytes that are no UTF-8 over as lone surrogates, which no tokenizer takes.
-        text = decode_text(source.text.encode("utf-8", "surrogateescape"), "the text")
-    if not text.strip():
-        raise TextError(
-            "the text is empty",
-            expected="at least one word",
-            consequence="there would be no token to read",
-            remedy="pass a text",
-        )
-    return text
-
-
-def _read_messages(path: Path) -> list[dict[str, str]]:
-    import orjson
-
-    try:
-        messages: Any = orjson.loads(read_text_file(path, "--chat"))
-    except orjson.JSONDecodeError as error:
-        raise _chat_error(path, f"is not JSON ({error})") from error
-    if isinstance(messages, dict):
-        messages = messages.get("messages")
-    if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
-        raise _chat_error(path, "is no list of messages" if messages else "holds no messages")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            raise _chat_error(path, f"has a message {number} without a text role and a text content")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
-def _chat_error(path: Path, what: str) -> TextError:
-    return TextError(
-        f"--chat {path} {what}",
-        expected='a JSON list such as [{"role": "user", "content": "Hello"}]',
-        consequence="the model would read another conversation than was meant",
-        remedy="correct the file",
-    )
-
-
 # ---------------------------------------------------------------- checks
 
 
-def _check_outputs(source: _Input, out: Path | None, json_path: str | None, html: Path | None) -> None:
+def _check_outputs(source: ExplainInput, out: Path | None, json_path: str | None, html: Path | None) -> None:
     if out is not None and source.kind != "vectors":
         raise ConfigError(
             f"--out {out} without --vectors",
@@ -316,7 +223,7 @@ def _check_layer(layer: int | None, pair: Pair) -> None:
 
 
 def _read(
-    pair: Pair, source: _Input, content: Any, positions: str, decoding: Decoding, *, quiet: bool
+    pair: Pair, source: ExplainInput, content: Any, positions: str, decoding: Decoding, *, quiet: bool
 ) -> tuple[Reading, list[bool]]:
     """The reading, and for each token of the text whether it is a special one."""
     from dragoman.nla.reading import read_text, read_vectors

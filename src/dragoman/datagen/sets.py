@@ -39,6 +39,9 @@ EXTRA_COLUMNS = {
 """Columns beyond the store's: `token_id` and `token_string` are the position's own."""
 
 _KIND = "data"
+_RECIPE = 1
+"""Raised whenever cleaning, passages, positions or explanations change: a finished folder that an older
+recipe made is then not taken for this one's."""
 _SHARDS = "shards"
 _QUANTILES = {"p001": 0.001, "p50": 0.5, "p999": 0.999}
 

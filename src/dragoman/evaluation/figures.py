@@ -19,7 +19,7 @@ from dragoman.evaluation.stats import Estimate, bootstrap_by_group
 from dragoman.nla.explanation import Explanation
 from dragoman.nla.verbalizer import VerbalizerLoss
 
-PerRow = Float[Tensor, "n"]
+PerRow = Float[Tensor, " n"]
 
 _RANKINGS = ("top1", "top5", "mrr")
 FIGURE_NAMES = (

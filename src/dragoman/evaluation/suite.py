@@ -188,7 +188,7 @@ def _losses(
     pair: MeasuredPair,
     vectors: Vectors,
     texts: Sequence[str],
-    partner: Int[Tensor, n],
+    partner: Int[Tensor, " n"],
     progress: Progress | None,
 ) -> Losses:
     """Loss of each reference under its own vector and under one of another document."""
@@ -243,7 +243,7 @@ def _reconstruct(pair: MeasuredPair, texts: Sequence[str], progress: Progress | 
 
 
 def _compare(
-    predicted: Vectors, target: Vectors, base: Baselines, partner: Int[Tensor, n], seed: int
+    predicted: Vectors, target: Vectors, base: Baselines, partner: Int[Tensor, " n"], seed: int
 ) -> Reconstructed:
     """Reconstructions against their own vectors, and each vector against another document's words."""
     return Reconstructed(

@@ -90,9 +90,9 @@ class Scores:
         fve: 1 - mse / raw variance of the sidecar's baseline; None where the sidecar has no baseline.
     """
 
-    cosine: Float[Tensor, n]
-    mse: Float[Tensor, n]
-    fve: Float[Tensor, n] | None = field(default=None)
+    cosine: Float[Tensor, " n"]
+    mse: Float[Tensor, " n"]
+    fve: Float[Tensor, " n"] | None = field(default=None)
 
 
 class Parsed(NamedTuple):

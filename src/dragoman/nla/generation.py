@@ -173,7 +173,7 @@ class Generator:
 
     def _decode(
         self,
-        vectors: Sequence[Float[Tensor, d_model]],
+        vectors: Sequence[Float[Tensor, " d_model"]],
         samples: Sequence[int],
         prefix: DynamicCache | None,
         decoding: Decoding,
@@ -217,8 +217,8 @@ class Generator:
         return hidden[:, -1], cache
 
     def _choose(
-        self, hidden: Float[Tensor, "batch d_model"], draws: Float64[Tensor, batch], decoding: Decoding
-    ) -> tuple[Int[Tensor, batch], Float[Tensor, batch]]:
+        self, hidden: Float[Tensor, "batch d_model"], draws: Float64[Tensor, " batch"], decoding: Decoding
+    ) -> tuple[Int[Tensor, " batch"], Float[Tensor, " batch"]]:
         """Next tokens and their raw log-probabilities."""
         logits = self._decoder.logits(hidden).float()
         total = logits.logsumexp(dim=-1)
@@ -233,8 +233,8 @@ class Generator:
 
 
 def sample_tokens(
-    probabilities: Float[Tensor, "batch vocab"], draws: Float64[Tensor, batch], top_p: float
-) -> Int[Tensor, batch]:
+    probabilities: Float[Tensor, "batch vocab"], draws: Float64[Tensor, " batch"], top_p: float
+) -> Int[Tensor, " batch"]:
     """Sample by inversion: one uniform draw a row decides its token, whatever the other rows are.
 
     Args:
@@ -255,7 +255,7 @@ def sample_tokens(
     return order.gather(1, _invert(kept, draws)[:, None])[:, 0]
 
 
-def _invert(weights: Float[Tensor, "batch k"], draws: Float64[Tensor, batch]) -> Int[Tensor, batch]:
+def _invert(weights: Float[Tensor, "batch k"], draws: Float64[Tensor, " batch"]) -> Int[Tensor, " batch"]:
     # float64: a float32 sum over 10^5 entries would round small probabilities away (MPS has float32 only).
     wide = weights if weights.device.type == "mps" else weights.double()
     mass = wide.cumsum(dim=-1)
@@ -264,7 +264,7 @@ def _invert(weights: Float[Tensor, "batch k"], draws: Float64[Tensor, batch]) ->
     return chosen.clamp_max(weights.shape[1] - 1)
 
 
-def _draws(vector: Float[Tensor, d_model], sample: int, seed: int, number: int) -> Float64[np.ndarray, steps]:
+def _draws(vector: Float[Tensor, " d_model"], sample: int, seed: int, number: int) -> Float64[np.ndarray, " steps"]:
     """Uniform draws that depend on (seed, sample, vector) alone."""
     key = hashlib.sha256(f"{seed}/{sample}/".encode() + vector.numpy().tobytes()).digest()
     return np.random.default_rng(list(_words(key))).random(number)

@@ -194,12 +194,12 @@ class Reconstructor:
             extra = {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp_min(0)}
         return self.head(self._text.hidden(batch.input_ids, **extra), mask)
 
-    def loss(self, vectors: Any, texts: Sequence[str]) -> Float[Tensor, n]:
+    def loss(self, vectors: Any, texts: Sequence[str]) -> Float[Tensor, " n"]:
         """Normalised MSE per row, 2(1 - cosine); its mean is the training loss."""
         target = as_vectors(vectors, self.subject.d_model)
         return self.batch_loss(target, self.training_batch(texts))
 
-    def batch_loss(self, vectors: Vectors, batch: ReconstructorBatch) -> Float[Tensor, n]:
+    def batch_loss(self, vectors: Vectors, batch: ReconstructorBatch) -> Float[Tensor, " n"]:
         """The same for a batch from `training_batch`."""
         predicted = self.predict(batch)
         return normalised_mse(predicted, vectors.to(predicted.device))

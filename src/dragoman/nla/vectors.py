@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from dragoman.errors import SidecarError, VectorError
 from dragoman.shapes import Vectors
-
-if TYPE_CHECKING:
-    from dragoman.sidecar import Sidecar
-    from dragoman.subjects import Subject
+from dragoman.sidecar import Sidecar
+from dragoman.subjects import Subject
 
 
 def as_vectors(vectors: Any, d_model: int) -> Vectors:

@@ -69,10 +69,10 @@ class VerbalizerLoss:
         content_tokens: number of tokens between the tags.
     """
 
-    nll: Float[Tensor, batch]
-    tokens: Int[Tensor, batch]
-    content_nll: Float[Tensor, batch]
-    content_tokens: Int[Tensor, batch]
+    nll: Float[Tensor, " batch"]
+    tokens: Int[Tensor, " batch"]
+    content_nll: Float[Tensor, " batch"]
+    content_tokens: Int[Tensor, " batch"]
 
     def mean(self) -> Float[Tensor, ""]:
         """Mean over all response tokens of the batch: the training loss."""
