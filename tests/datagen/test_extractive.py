@@ -16,7 +16,7 @@ TEXTS = [
     "A ship needs a captain and a crew, the captain said.",
     "Salt and pepper stood on the table in the harbour.",
 ]
-FORM = re.compile(r'(?:Topic: [^\s,]+(?:, [^\s,]+){0,4}\. )?Ends in "[^\n]*": "[^"\n]*"\.')
+FORM = re.compile(r'Ends in "[^\n]*": "[^"\n]*"\.(?: Topic: [^\s,]+(?:, [^\s,]+){0,2}\.)?')
 
 
 @pytest.fixture
@@ -50,13 +50,13 @@ def extractor() -> Extractor:
 )
 def test_the_form_is_exactly_as_promised(extractor, text, token, expected):
     explanation = extractor.explain(text, token)
-    assert explanation.endswith(expected)
+    assert explanation.startswith(expected)
     assert FORM.fullmatch(explanation)
 
 
 def test_eight_words_at_most_stand_before_the_last():
     explanation = Extractor.fit(TEXTS).explain("a b c d e f g h i j k", " k")
-    assert explanation.endswith('Ends in "k": "c d e f g h i j k".')
+    assert explanation.startswith('Ends in "k": "c d e f g h i j k".')
 
 
 def test_topics_equal_an_independent_computation(extractor):
@@ -69,7 +69,7 @@ def test_topics_equal_an_independent_computation(extractor):
             idf = math.log((1 + 3) / (1 + containing[word])) + 1
             score[word] = score.get(word, 0.0) + idf * math.exp(-math.log(2) * distance / HALF_LIFE_WORDS)
     score.pop("ships" if score["ships"] < score["ship"] else "ship")
-    assert extractor.topics(text) == sorted(score, key=lambda w: -score[w])[:5]
+    assert extractor.topics(text) == sorted(score, key=lambda w: -score[w])[:3]
 
 
 def test_recent_words_outrank_equally_rare_remote_ones():
@@ -83,14 +83,14 @@ def test_a_word_of_many_texts_ranks_below_a_rare_one():
 
 
 def test_the_last_chunk_is_no_topic_since_it_can_be_a_fragment():
-    assert "govern" not in Extractor.fit(["x"]).explain("the ship may govern", " govern").split("Ends in")[0]
+    assert "govern" not in Extractor.fit(["x"]).explain("the ship may govern", " govern").split("Topic")[1]
 
 
-def test_topics_hold_no_stop_words_no_short_words_no_digits_and_at_most_five():
+def test_topics_hold_no_stop_words_no_short_words_no_digits_and_at_most_three():
     topics = Extractor.fit(["x"]).topics(
         "The of and it's don't ox 1234 a1 Rhine Danube Elbe Oder Volga Thames"
     )
-    assert len(topics) == 5
+    assert len(topics) == 3
     assert all(word.islower() and len(word) >= 3 and word not in STOP_WORDS for word in topics)
 
 

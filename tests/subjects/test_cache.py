@@ -109,8 +109,13 @@ def test_a_failed_build_leaves_neither_a_folder_nor_remains(tmp_path: Path) -> N
 
 
 WORKER = """
-import sys, time
+import sys, time, types
 from pathlib import Path
+import dragoman
+# The package's own __init__ imports torch, which takes longer than everything tested here.
+room = types.ModuleType("dragoman.subjects")
+room.__path__ = [str(Path(dragoman.__file__).parent / "subjects")]
+sys.modules["dragoman.subjects"] = room
 from dragoman.subjects.cache import ensure_cached
 entry, log, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 def build(folder):

@@ -2,15 +2,16 @@ r"""Explanations taken from the text itself: how it ends, the words before, what
 
 One line, always of this form (the parts in capitals vary):
 
-    Topic: w1, w2, w3, w4, w5. Ends in "WORD": "UP TO EIGHT WORDS BEFORE WORD".
+    Ends in "WORD": "UP TO EIGHT WORDS BEFORE WORD". Topic: w1, w2, w3.
 
 WORD is the last white-space-delimited chunk, a fragment where the position ends inside a word, with its
 punctuation. Where the last token ends in white space, that white space follows escaped (`\n`), and stands
 alone where the token is nothing else.
 
-WORD stands twice on purpose. First by itself, because a verbalizer says it best before it has committed
-itself to the words around it; and again where it stood, at the very end, because a reconstructor is a
-language model, whose state at the end of a passage is close to the state it has to give back.
+The surest comes first: a verbalizer says the last word best before it has committed itself to anything else,
+then the words around it, and last the topic, where it guesses most. WORD stands again at the end of its
+passage because a reconstructor is a language model, whose state at the end of a passage is close to the
+state it has to give back. (Orders that were tried and what they cost: LOG.md.)
 
 Topic words are ranked by tf·idf whose term frequency decays with distance from the end,
 
@@ -33,7 +34,7 @@ from dragoman.datagen.stop_words import STOP_WORDS
 from dragoman.errors import CorpusError
 
 WORDS_BEFORE = 8
-TOPIC_WORDS = 5
+TOPIC_WORDS = 3
 HALF_LIFE_WORDS = 40
 """Words towards the beginning after which an occurrence counts half."""
 
@@ -103,10 +104,10 @@ class Extractor:
         passage = f"{context} {ending}" if context and word else context + ending
         topics = self.topics(" ".join(before))
         sentence = f'''Ends in "{ending}": "{passage.replace('"', "'")}".'''
-        return f"Topic: {', '.join(topics)}. {sentence}" if topics else sentence
+        return f"{sentence} Topic: {', '.join(topics)}." if topics else sentence
 
     def topics(self, text: str) -> list[str]:
-        """Up to five lower-case content words, the highest score first, equal scores by the alphabet."""
+        """Up to three lower-case content words, the highest score first, equal scores by the alphabet."""
         words = text.split()
         scores: dict[str, float] = {}
         for place, chunk in enumerate(words):

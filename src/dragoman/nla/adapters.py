@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -120,9 +120,9 @@ def attach_lora(
             consequence="nothing or the wrong layers would be trained",
             remedy="use targets='all-linear' or names from the list",
         )
-    config = LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=set(names), lora_dropout=dropout, bias="none"
-    )  # pyright: ignore[reportArgumentType]  # PEFT accepts a float alpha
+    # PEFT's annotations are narrower than what it takes: alpha may be a float.
+    settings: dict[str, Any] = {"lora_alpha": alpha, "target_modules": names}
+    config = LoraConfig(r=rank, lora_dropout=dropout, bias="none", **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, _ADAPTER_NAME)
@@ -136,7 +136,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 @contextmanager
-def adapter_disabled(model: nn.Module) -> Iterator[None]:
+def adapter_disabled(model: nn.Module) -> Generator[None]:
     """Run the model as if it had no adapter (a KL reference that costs no memory)."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
@@ -153,10 +153,11 @@ def merge_adapter(model: nn.Module) -> None:
     for name, layer in list(model.named_modules()):
         if not isinstance(layer, LoraLayer):
             continue
-        base = layer.get_base_layer()
+        adapted: Any = layer
+        base: nn.Module = adapted.get_base_layer()
         # The weight may be the subject's: from here on this layer has its own.
-        base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
-        layer.merge(safe_merge=False)
+        base.weight = nn.Parameter(adapted.weight.detach().clone(), requires_grad=False)
+        adapted.merge(safe_merge=False)
         model.set_submodule(name, base)
     if hasattr(model, "peft_config"):
         del model.peft_config
@@ -170,7 +171,9 @@ def save_adapter(model: nn.Module, folder: Path, *, base_model: str | None = Non
         folder: must exist.
         base_model: written to `base_model_name_or_path`.
     """
-    config: LoraConfig = model.peft_config[_ADAPTER_NAME]  # pyright: ignore[reportIndexIssue, reportAssignmentType]  # set by PEFT
+    # Set by PEFT beside the modules it put in.
+    configs: dict[str, LoraConfig] = vars(model)["peft_config"]
+    config = configs[_ADAPTER_NAME]
     state = _adapter_state(model)
     tensors = {_PEFT_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     described = {key: _jsonable(value) for key, value in config.to_dict().items()}
@@ -321,8 +324,11 @@ def _read_adapter_config(path: Path) -> LoraConfig:
     if described.get("peft_type") != "LORA":
         raise _misfit(path.parent, f"a PEFT adapter of type {described.get('peft_type')!r}, not LORA")
     known = LoraConfig.__dataclass_fields__.keys()
-    kept = {k: v for k, v in described.items() if k in known and k not in _IGNORED_KEYS}
-    return LoraConfig(**{**kept, "inference_mode": False})
+    kept: dict[str, Any] = {k: v for k, v in described.items() if k in known and k not in _IGNORED_KEYS}
+    try:
+        return LoraConfig(**kept)
+    except (TypeError, ValueError) as error:
+        raise _misfit(path.parent, f"{path.name} does not describe a LoRA adapter ({error})") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -55,7 +55,8 @@ class TextModel:
 
     def new_cache(self) -> DynamicCache:
         """An empty cache with the layer kinds that the model's config asks for."""
-        return DynamicCache(config=self.module.config)
+        config: Any = self.module.config
+        return DynamicCache(config=config)
 
     def run_prefix(self, ids: Sequence[int]) -> DynamicCache | None:
         """Cache of a constant prefix, batch 1, to be expanded; None where nothing can be shared."""
@@ -70,7 +71,14 @@ class TextModel:
 
 def expand_rows(cache: DynamicCache, batch: int) -> None:
     """Repeat a cache of batch 1 to `batch` rows, in place; gradients of the rows add up in the prefix."""
-    cache.reorder_cache(torch.zeros(batch, dtype=torch.long))
+    keep_rows(cache, torch.zeros(batch, dtype=torch.long))
+
+
+def keep_rows(cache: DynamicCache, rows: Int[Tensor, " kept"]) -> None:
+    """Make these rows, in this order, the rows of a cache of any layer kinds, in place."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        layer.reorder_cache(rows)
 
 
 class Decoder:

@@ -19,7 +19,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from dragoman.nla.decoder import expand_rows
+from dragoman.nla.decoder import expand_rows, keep_rows
 from dragoman.nla.explanation import Decoding
 from dragoman.shapes import Vectors
 
@@ -98,9 +98,10 @@ def expanded_cache(prefix: DynamicCache, batch: int) -> DynamicCache:
     Plain layers get preallocated buffers; sliding windows and recurrent states keep the kind their model
     needs.
     """
-    if all(type(layer) is DynamicLayer for layer in prefix.layers):
+    layers: list[Any] = prefix.layers
+    if all(type(layer) is DynamicLayer for layer in layers):
         cache = DynamicCache()
-        cache.layers = [PreallocatedLayer(layer.keys, layer.values, batch) for layer in prefix.layers]
+        cache.layers.extend(PreallocatedLayer(layer.keys, layer.values, batch) for layer in layers)
         return cache
     cache = copy.deepcopy(prefix)
     expand_rows(cache, batch)
@@ -199,7 +200,7 @@ class Generator:
             if len(going) == 0 or step == self._limit - 1:
                 break
             if len(going) < len(active):
-                cache.reorder_cache(going)
+                keep_rows(cache, going)
                 active, tokens = active[going.cpu()], tokens[going]
             hidden = self._decoder.text.hidden(tokens[:, None], cache)[:, -1]
         return answers
@@ -264,7 +265,9 @@ def _invert(weights: Float[Tensor, "batch k"], draws: Float64[Tensor, " batch"])
     return chosen.clamp_max(weights.shape[1] - 1)
 
 
-def _draws(vector: Float[Tensor, " d_model"], sample: int, seed: int, number: int) -> Float64[np.ndarray, " steps"]:
+def _draws(
+    vector: Float[Tensor, " d_model"], sample: int, seed: int, number: int
+) -> Float64[np.ndarray, " steps"]:
     """Uniform draws that depend on (seed, sample, vector) alone."""
     key = hashlib.sha256(f"{seed}/{sample}/".encode() + vector.numpy().tobytes()).digest()
     return np.random.default_rng(list(_words(key))).random(number)
