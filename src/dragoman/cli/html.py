@@ -255,7 +255,7 @@ def _token_text(token: PageToken) -> str:
     return '<i class="nl">⏎</i>\n'.join(lines)
 
 
-_NUMBERS = (("fve", "FVE", "{:.2f}"), ("cosine", "cosine", "{:.2f}"), ("norm", "norm", "{:.4g}"))
+_NUMBERS = (("fve", "FVE", "{:.2f}"), ("cosine", "cosine", "{:.2f}"), ("norm", "norm", "{:,.1f}"))
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -7,6 +7,8 @@ the model would read the same prompt.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 CHATML = (
@@ -57,3 +59,31 @@ def _choose(vocabulary: dict[str, int]) -> tuple[str, str]:
 def _adds_bos(tokenizer: Any) -> bool:
     ids = tokenizer("a")["input_ids"]
     return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
+
+
+def encode_conversation(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of messages in the chat template, without a generation prompt.
+
+    Text in a message that spells a special token ("<|im_end|>" in a log) must not become one: it would end
+    the turn. Where a message holds such text, the template is rendered around stand-ins, and each message is
+    encoded by itself with its special tokens split; otherwise the template's own way is taken.
+    """
+    plain = [dict(message) for message in messages]
+    specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if not any(special in message["content"] for message in plain for special in specials):
+        return list(tokenizer.apply_chat_template(plain, add_generation_prompt=False, return_dict=False))
+    stand_ins = [f"STANDIN{number}X" for number in range(len(plain))]
+    contents = {name: message["content"] for name, message in zip(stand_ins, plain, strict=True)}
+    shown = [{**message, "content": name} for name, message in zip(stand_ins, plain, strict=True)]
+    text = tokenizer.apply_chat_template(shown, add_generation_prompt=False, tokenize=False)
+    ids: list[int] = []
+    for part in re.split(r"(STANDIN\d+X)", text):
+        content = contents.get(part)
+        # What the template itself wrote keeps its special tokens.
+        encoded = tokenizer(
+            part if content is None else content,
+            add_special_tokens=False,
+            split_special_tokens=content is not None,
+        )
+        ids += encoded["input_ids"]
+    return ids

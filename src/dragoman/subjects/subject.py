@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dragoman.subjects.chat import encode_conversation
 from dragoman.subjects.compute import Compute
 from dragoman.subjects.families import EmbeddingGain, Family, find_family, measure_gain, text_config
 
@@ -148,12 +149,11 @@ class Subject:
         return list(self.tokenizer(text, split_special_tokens=True)["input_ids"])
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation in the model's chat template, ending as the conversation ends."""
-        return list(
-            self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=False, return_dict=False
-            )
-        )
+        """Token ids of a conversation in the model's chat template, ending as the conversation ends.
+
+        Literal special-token text inside a message is split into ordinary tokens, as in `encode`.
+        """
+        return encode_conversation(self.tokenizer, messages)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Each token as readable text; a token that is part of a character shows as U+FFFD."""
