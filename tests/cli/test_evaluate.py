@@ -52,15 +52,34 @@ def pair_folder(tiny_pair, tiny_subject, home, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def evaluated(pair_folder, tmp_path_factory):
-    """One call with everything that can be asked for: (result, JSON document, HTML text, data folder)."""
-    out = tmp_path_factory.mktemp("out")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("out")
+
+
+@pytest.fixture(scope="module")
+def card(evaluated, out):
+    return (out / "card.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def evaluated(pair_folder, out):
+    """One call with everything that can be asked for: (result, JSON document, HTML text)."""
     call = ["evaluate", str(pair_folder), "--suite", "fve", "--n", "40", "--seed", "3"]
     call += ["--json", str(out / "r.json"), "--html", str(out / "r.html"), "--device", "cpu"]
+    call += ["--card", str(out / "card.md")]
     call += ["--require", "truncated>=0", "--require", "reference_cosine>1.5"]
     result = CliRunner().invoke(app, call)
     assert result.exit_code == 1, result.output
     return result, json.loads((out / "r.json").read_text()), (out / "r.html").read_text()
+
+
+def test_the_card_carries_the_reports_figures_and_the_pairs_own_facts(evaluated, card, pair_folder):
+    _, document, _ = evaluated
+    measured = document["round_trip_fve"]
+    assert f"**{measured['value']:.3f}**" in card
+    assert f"{measured['n']} ({measured['documents']})" in card
+    assert f"dragoman train pair {pair_folder.name}/train.yaml" in card
+    assert "split by document" in card
 
 
 def test_the_json_carries_all_figures_beside_forty_rows_and_its_provenance(evaluated, pair_folder):

@@ -92,6 +92,10 @@ def evaluate(
             help="Exit with code 1 unless the figure meets the bound (>=, <=, >, <); repeatable.",
         ),
     ] = None,
+    card: Annotated[
+        Path | None,
+        typer.Option("--card", metavar="FILE.md", help="Write the pair's model card, in Markdown."),
+    ] = None,
     av: Annotated[str | None, typer.Option("--av", help="The verbalizer alone.")] = None,
     ar: Annotated[str | None, typer.Option("--ar", help="The reconstructor alone.")] = None,
     device: DeviceOption = Device.auto,
@@ -117,15 +121,18 @@ def evaluate(
     requirements = [parse_requirement(text, FIGURE_NAMES) for text in require or ()]
     check_writable_target(json_path, "--json")
     check_writable_target(html, "--html")
+    check_writable_target(card, "--card")
     request = _Request(pair, av, ar, test, n, seed, device, quiet)
     assert suite is Suite.fve, "typer offers the suites that exist"
-    report, about = _measure(request)
+    report, about, meta = _measure(request)
 
     failed = failed_requirements(requirements, report.figures)
     if json_path is not None:
         write_json(json_path, VERB, about, report.rows, suite=suite.value, **report.to_json())
     if html is not None:
         _write_html(html, report, about)
+    if card is not None:
+        _write_card(card, report, about, meta)
     if str(json_path) != "-":
         _print_report(report, requirements, [broken for broken, _ in failed])
     if failed:
@@ -135,7 +142,9 @@ def evaluate(
 # ---------------------------------------------------------------- measuring
 
 
-def _measure(request: _Request) -> tuple[FveReport, dict[str, Any]]:
+def _measure(request: _Request) -> tuple[FveReport, dict[str, Any], dict[str, Any]]:
+    """The report, where it comes from, and what a model card says beyond it."""
+    from dragoman.cli.card import pair_meta
     from dragoman.evaluation import evaluate_fve
     from dragoman.nla import load_pair
     from dragoman.runs import content_hash, provenance
@@ -154,7 +163,7 @@ def _measure(request: _Request) -> tuple[FveReport, dict[str, Any]]:
         progress_bar("evaluating", quiet=request.quiet) as progress,
     ):
         report = evaluate_fve(pair, held_out, n=request.n, seed=request.seed, work=work, progress=progress)
-    return report, about
+    return report, about, pair_meta(folders[0], pair, request.n)
 
 
 def _pair_folders(request: _Request) -> list[Path]:
@@ -304,6 +313,13 @@ def _print_report(
         value = f"found {report.value(requirement.name):.4f}"
         mark = "[bold red]failed[/bold red]" if requirement in broken else "[green]holds[/green]"
         console.print(f"{mark} {sanitize_terminal(str(requirement))}: {value}")
+
+
+def _write_card(path: Path, report: FveReport, about: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+    from dragoman.evaluation import render_model_card
+    from dragoman.runs import atomic_write_text
+
+    atomic_write_text(path, render_model_card({**report.to_json(), "provenance": about}, pair_meta=meta))
 
 
 def _write_html(path: Path, report: FveReport, about: Mapping[str, Any]) -> None:

@@ -52,7 +52,8 @@ def render_model_card(report: Mapping[str, Any], *, pair_meta: Mapping[str, Any]
             `provenance` beside it); figures are taken from here alone.
         pair_meta: what the report cannot know. `name`, `subject`, `layer_index` and `reproduce` (a list of
             commands) are needed; `licence`, `revision`, `data`, `training` (mappings of plain values),
-            `format` (prose: what an explanation looks like), `intended_use` (prose) and `limits` (a list of
+            `calibration` (the threshold in the sidecar, as `Calibration.to_json`), `format` (prose: what an
+            explanation looks like), `intended_use` (prose) and `limits` (a list of
             sentences, put before the general ones) are optional.
 
     Raises:
@@ -105,7 +106,8 @@ def _summary(report: Mapping[str, Any], pair_meta: Mapping[str, Any]) -> str:
         f"words what the output of block {pair_meta['layer_index']} (counted from 0) holds at a token, and a "
         "reconstructor (AR) turns the words back into a vector, which proves how much they carry."
     )
-    threshold = report["score_threshold"]
+    # The threshold that the pair flags by stands in its sidecar; the report's own is the next best.
+    threshold = pair_meta.get("calibration") or report["score_threshold"]
     flag = (
         f"Readings that score below {threshold['threshold']:.3f} are flagged `low-score`. That threshold "
         f"tells own from foreign vectors best (Youden's J {threshold['youden_j']:.2f}): it keeps "

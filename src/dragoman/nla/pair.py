@@ -183,7 +183,7 @@ def load_pair(
         SubjectError: the base model cannot be loaded.
     """
     folder = None if spec is None else resolve_folder(spec)
-    described = {} if folder is None else _read_description(folder)
+    described = {} if folder is None else read_description(folder)
     av_folder = _half(folder, av, "av")
     ar_folder = _half(folder, ar, "ar")
     av_sidecar, ar_sidecar = read_sidecar(av_folder), read_sidecar(ar_folder)
@@ -276,7 +276,7 @@ def _half(folder: Path | None, given: str | Path | None, role: str) -> Path:
     )
 
 
-def _read_description(folder: Path) -> dict[str, Any]:
+def read_description(folder: Path) -> dict[str, Any]:
     """pair.json, or nothing where a folder has none: the sidecars say what is needed to read."""
     path = folder / PAIR_FILE
     if not path.is_file():
