@@ -204,6 +204,15 @@ def test_a_file_without_the_vector_column_names_those_it_has(tmp_path):
         VectorReader(tmp_path / "v.parquet", require_sidecar=False)
 
 
+@pytest.mark.parametrize("twice", ["activation_vector", "n"])
+def test_two_columns_of_one_name_are_refused(tmp_path, twice):
+    columns = {"activation_vector": fixed(rows(2, 4)), "n": pa.array([1, 2])}
+    names = ["activation_vector", "n", twice]
+    pq.write_table(pa.Table.from_arrays([columns[name] for name in names], names), tmp_path / "v.parquet")
+    with pytest.raises(VectorError, match=f"2 columns called '{twice}'"):
+        load_vectors(tmp_path / "v.parquet")
+
+
 def test_a_sliced_array_is_read_from_its_own_offset(tmp_path):
     vectors = rows(30, 4)
     for array in (fixed(vectors), fixed(vectors).cast(pa.list_(pa.float32()))):

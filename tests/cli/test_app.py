@@ -246,6 +246,16 @@ def test_an_output_path_that_cannot_work_is_refused_before_the_work(tmp_path):
     common.check_writable_target("-", "--json")
 
 
+def test_an_output_that_would_replace_an_input_or_another_output_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.npy").symlink_to(tmp_path / "a.npy")
+    for same in (tmp_path / "a.npy", "a.npy", "./x/../a.npy", "link.npy"):
+        with pytest.raises(ConfigError, match="--vectors and --json both name"):
+            common.check_separate_paths({"--vectors": tmp_path / "a.npy", "--html": "b", "--json": same})
+    common.check_separate_paths({"--file": None, "--json": "-", "--html": "-", "--out": "a"})
+    common.check_separate_paths({"--json": "/dev/null", "--html": "/dev/null"})
+
+
 def test_a_text_file_must_be_utf8_and_its_byte_order_mark_is_dropped(tmp_path):
     good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
     good.write_bytes(b"\xef\xbb\xbfna\xc3\xafve")

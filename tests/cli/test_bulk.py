@@ -208,3 +208,42 @@ def test_kill_9_in_the_middle_resumes_to_the_same_table(tiny_pair, vectors, tmp_
     assert "from an earlier run" in done.stderr
     assert pq.read_table(out).equals(pq.read_table(whole))
     assert not partial.exists()
+
+
+def interrupted_after_every_shard(source: Path, out: Path, monkeypatch) -> Path:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(bulk, "_merge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        explain_file(source, out, tell, job=JOB, d_model=32)
+    return out.with_name(f"{out.name}.partial")
+
+
+@pytest.mark.parametrize("keep", [0, 10, -9])
+def test_a_shard_that_was_damaged_is_made_again(keep, vectors_file, tmp_path, monkeypatch):
+    whole, out = tmp_path / "whole.parquet", tmp_path / "o.parquet"
+    explain_file(vectors_file, whole, tell, job=JOB, d_model=32)
+    shard = sorted(interrupted_after_every_shard(vectors_file, out, monkeypatch).glob("shard-*"))[1]
+    shard.write_bytes(shard.read_bytes()[:keep])
+    summary = explain_file(vectors_file, out, tell, job=JOB, d_model=32)
+    assert summary.resumed_rows == 4
+    assert pq.read_table(out).equals(pq.read_table(whole))
+
+
+def test_a_bad_row_leaves_nothing_behind_so_that_the_corrected_file_can_be_read(vectors, tmp_path):
+    source, out = tmp_path / "v.parquet", tmp_path / "o.parquet"
+    bad = vectors.copy()
+    bad[1, 3] = np.nan
+    pq.write_table(pa.table({"activation_vector": bad.tolist()}), source)
+    with pytest.raises(VectorError, match="Row 1"):
+        explain_file(source, out, tell, job=JOB, d_model=32)
+    assert [path.name for path in tmp_path.iterdir()] == ["v.parquet"]
+    pq.write_table(pa.table({"activation_vector": vectors.tolist()}), source)
+    assert explain_file(source, out, tell, job=JOB, d_model=32).rows == 7
+
+
+def test_a_folder_of_somebody_else_is_neither_used_nor_removed(vectors_file, tmp_path):
+    mine = tmp_path / "o.parquet.partial" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(ConfigError, match=r"notes\.txt"):
+        explain_file(vectors_file, tmp_path / "o.parquet", tell, job=JOB, d_model=32)
+    assert mine.read_text() == "mine"

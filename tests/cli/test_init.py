@@ -70,6 +70,17 @@ def test_the_proposed_scale_is_the_round_number_above_the_norms_of_a_plain_forwa
     assert found["schema"] == "dragoman/init/1" and found["next"] == "dragoman train pair c.yaml"
 
 
+def test_a_budget_too_small_is_said_on_the_terminal_and_in_the_file(here, tiny_folder, prose, monkeypatch):
+    starved = plan_budget(60, forward_rate=30, depth=0.7, device="cpu", batch_size=16)
+    monkeypatch.setattr("dragoman.cli.budget.plan_budget", lambda *_, **__: starved)
+    result = init(tiny_folder, "--corpus", prose, "--out", "c.yaml", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "Give it more minutes" in result.stderr
+    assert "\n# This is little: " in (here / "c.yaml").read_text()
+    quiet = init(tiny_folder, "--corpus", prose, "--out", "c.yaml", "--force", "--quiet", "--device", "cpu")
+    assert quiet.exit_code == 0 and quiet.stderr == ""
+
+
 def test_every_setting_stands_under_a_comment_or_explains_itself(here, tiny_folder, prose):
     assert init(tiny_folder, "--corpus", prose, "--out", "c.yaml").exit_code == 0
     text = (here / "c.yaml").read_text()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from pathlib import Path
 
@@ -191,6 +192,15 @@ def test_weights_that_are_missing_damaged_or_of_another_model_are_refused(
     weights.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(PairError, match="damaged"):
         attempt()
+    save_file({name: tensor.long() for name, tensor in load(whole).items()}, weights)
+    with pytest.raises(PairError, match="int64"):
+        attempt()
+    for value in (float("nan"), float("inf")):
+        tensors = load(whole)
+        tensors[sorted(tensors)[-1]][0, 0] = value
+        save_file(tensors, weights)
+        with pytest.raises(PairError, match="NaN or infinity"):
+            attempt()
     tensors = {name: tensor[:, :-1].contiguous() for name, tensor in load(whole).items()}
     save_file(tensors, weights)
     with pytest.raises(PairError, match="shape"):
@@ -205,6 +215,36 @@ def test_an_adapter_config_of_another_kind_is_refused(tiny_llama: Subject, tmp_p
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(PairError, match="adapter"):
         adapters.load_weights(adapters.share_structure(tiny_llama.model), tmp_path, merge=True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"r": "x"}, {"r": 2.5}, {"r": None}, {"lora_alpha": None}, {"target_modules": 5},
+        {"target_modules": "(a+"}, {"target_modules": [5]}, {"bias": "zz"}, {"lora_dropout": "x"},
+        {"layers_to_transform": "x"}, {"rank_pattern": [1]}, {"rank_pattern": {"(": 4}},
+        {"alpha_pattern": {"q_proj": "x"}}, {"init_lora_weights": "pissa"}, {"init_lora_weights": ["olora"]},
+    ],
+)  # fmt: skip
+def test_an_adapter_config_that_peft_stumbles_over_is_refused(
+    tiny_llama: Subject, tmp_path: Path, wrong: dict[str, object]
+) -> None:
+    adapters.save_adapter(randomised(adapters.share_structure(tiny_llama.model)), tmp_path)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
+    before = snapshot(tiny_llama)
+    with pytest.raises(PairError):
+        adapters.load_weights(adapters.share_structure(tiny_llama.model), tmp_path, merge=True)
+    assert_untouched(tiny_llama, before)
+
+
+def test_an_adapter_config_cannot_name_code_to_import(tiny_llama: Subject, tmp_path: Path) -> None:
+    adapters.save_adapter(randomised(adapters.share_structure(tiny_llama.model)), tmp_path)
+    config = tmp_path / "adapter_config.json"
+    named = {"megatron_config": {"a": 1}, "megatron_core": "this"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | named))
+    adapters.load_weights(adapters.share_structure(tiny_llama.model), tmp_path, merge=True)
+    assert "this" not in sys.modules
 
 
 def test_a_shard_index_cannot_name_files_elsewhere(tiny_llama: Subject, tmp_path: Path) -> None:

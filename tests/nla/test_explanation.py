@@ -34,6 +34,8 @@ def test_a_missing_opening_tag_is_forgiven_and_what_follows_the_closing_tag_is_d
         {"max_new_tokens": 0},
         {"best_of": 0},
         {"best_of": 4},
+        {"seed": 2**63},
+        {"seed": -(2**63) - 1},
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(wrong: dict[str, float]) -> None:

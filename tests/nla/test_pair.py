@@ -12,6 +12,7 @@ from torch import nn
 
 from dragoman.errors import FetchError, PairError, SidecarError, TextError, VectorError
 from dragoman.nla import Decoding, Pair, Reconstructor, Verbalizer, adapters, load_pair, save_pair
+from dragoman.nla.pair import check_belong_together
 from dragoman.nla.sources import resolve_folder, zoo_names
 from dragoman.subjects import Subject
 
@@ -60,6 +61,13 @@ def test_explanations_come_scored_as_score_says(pair: Pair) -> None:
             assert explanation.cosine == pytest.approx(float(scores.cosine[0]), abs=1e-5)
             assert explanation.mse == pytest.approx(float(scores.mse[0]), abs=1e-5)
     assert all(e.cosine is None and e.fve is None for e in pair.explain(vectors, SHORT, score=False))
+
+
+def test_progress_tells_of_the_words_and_then_of_their_scores(pair: Pair) -> None:
+    seen: list[tuple[int, int, str]] = []
+    said = pair.explain(torch.randn(3, pair.subject.d_model), SHORT, progress=lambda *args: seen.append(args))
+    texts = sum(bool(explanation.text) for explanation in said)
+    assert texts and seen == [(3, 3, "vectors"), (texts, texts, "texts")]
 
 
 def test_best_of_keeps_the_candidate_that_scores_best(pair: Pair) -> None:
@@ -155,6 +163,14 @@ def test_halves_of_different_layers_widths_or_models_are_refused(
         Pair(verbalizer, reconstructor)
 
 
+def test_halves_in_each_others_place_are_refused(tiny_llama: Subject, make_sidecar: MakeSidecar) -> None:
+    av, ar = (make_sidecar(tiny_llama, role, LAYER) for role in ("av", "ar"))
+    for first, second in ((ar, ar), (av, av)):
+        with pytest.raises(PairError, match="role"):
+            check_belong_together(first, second)
+    check_belong_together(av, ar.model_copy(update={"role": None}))
+
+
 def test_another_subject_than_the_one_trained_on_is_refused(pair: Pair, tmp_path: Path) -> None:
     folder = save_pair(tmp_path / "p", pair.verbalizer, pair.reconstructor)
     path = folder / "pair.json"
@@ -195,6 +211,18 @@ def test_an_unknown_zoo_name_lists_the_known_ones_and_is_never_a_path(name: str)
 def test_names_that_are_no_hub_names_are_refused_before_any_request(name: str) -> None:
     with pytest.raises(PairError, match="hub name"):
         resolve_folder(f"hf:{name}")
+
+
+def test_whatever_http_client_the_hub_uses_its_errors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("httpx", "httpx2"):
+        kind = type("ReadTimeout", (Exception,), {"__module__": f"{library}._exceptions"})
+
+        def fail(*_: Any, kind: type[Exception] = kind, **__: Any) -> None:
+            raise kind("slow")
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+        with pytest.raises(FetchError, match="ReadTimeout: slow"):
+            resolve_folder("hf:nobody/there")
 
 
 def test_an_unreachable_hub_is_one_paragraph_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,9 @@ def test_a_foreign_heads_single_matrix_is_taken_whatever_its_name(
     torch.testing.assert_close(
         back.reconstruct(["a"]), reconstructor.reconstruct(["a"]), atol=1e-4, rtol=1e-4
     )
+    save_file({"weight": weight * float("nan")}, tmp_path / "value_head.safetensors")
+    with pytest.raises(PairError, match="NaN"):
+        Reconstructor.load(tmp_path, tiny_llama)
     save_file({"weight": torch.eye(7)}, tmp_path / "value_head.safetensors")
     with pytest.raises(PairError, match="7, 7"):
         Reconstructor.load(tmp_path, tiny_llama)

@@ -17,7 +17,7 @@ from tests.families import tiny_model
 
 from dragoman.errors import DragomanError, FetchError, SubjectError
 from dragoman.subjects import Compute, Subject, fetch_subject, list_subjects, load_subject
-from dragoman.subjects.hub import parse_hub_name
+from dragoman.subjects.hub import hub_answers, parse_hub_name
 from dragoman.subjects.load import cached_folder
 
 FLOAT32 = Compute(torch.float32, "sdpa", torch.device("cpu"), "test")
@@ -138,6 +138,27 @@ def test_a_hub_model_without_a_connection_says_so_in_one_paragraph(tmp_path: Pat
     assert "org/never-downloaded is not in its local cache" in done.stdout, done.stderr
     assert "smollm2-135m" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_without_a_network_the_hub_is_asked_once(reachable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Session:
+        def head(self, url: str, **_: Any) -> None:
+            asked.append(url)
+            if not reachable:
+                kind = type("ConnectError", (Exception,), {"__module__": "httpx2"})
+                raise kind("no route")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.get_session", Session)
+    assert hub_answers() is reachable
+    assert len(asked) == 1
+    if not reachable:
+        with pytest.raises(FetchError, match="cannot be reached"):
+            load_subject("hf:org/never-downloaded")
+        assert len(asked) == 2
 
 
 def test_terms_must_be_accepted_before_anything_is_downloaded(

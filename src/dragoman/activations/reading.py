@@ -72,6 +72,7 @@ class VectorReader:
         self._file = _open_parquet(self.path)
         try:
             self.rows: int = self._file.metadata.num_rows
+            self._check_names()
             self.columns = [name for name in self._file.schema_arrow.names if name != column]
             self.d_model = self._width()
             self.sidecar = _sidecar_beside(self.path, self.d_model, required=require_sidecar)
@@ -160,6 +161,17 @@ class VectorReader:
                 remedy="name a column that is there, or make the file anew",
             )
         return list(columns)
+
+    def _check_names(self) -> None:
+        names = self._file.schema_arrow.names
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise VectorError(
+                f"the file {self.path.name} has {names.count(twice)} columns called {twice!r}",
+                expected="every column under a name of its own",
+                consequence="one of them would be taken for the other",
+                remedy="rename one of them",
+            )
 
     def _width(self) -> int:
         schema = self._file.schema_arrow

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from dragoman.activations.reading import VectorReader, load_vectors
 from dragoman.errors import ConfigError, VectorError
+from dragoman.files import TEMPORARY_PREFIX
 from dragoman.runs import Progress, RunFolder, atomic_path, provenance
 from dragoman.shapes import VectorArray
 
@@ -83,9 +84,15 @@ def explain_file(
     _check_target(target, folder, force)
     with _open_source(source, d_model) as batches:
         config = {"source": _identity(source), "shard_rows": SHARD_ROWS, **job}
-        with RunFolder.open(folder, config, kind="explain") as run:
-            summary = _write_shards(batches, folder, read, progress)
-            _merge(folder, target, {**job, **provenance(), "source": run.config["source"]})
+        try:
+            with RunFolder.open(folder, config, kind="explain") as run:
+                summary = _write_shards(batches, folder, read, progress)
+                _merge(folder, target, {**job, **provenance(), "source": run.config["source"]})
+        except VectorError:
+            # The source must change, and a changed one could not continue this job.
+            if not list(folder.glob("shard-*")):
+                shutil.rmtree(folder)
+            raise
     shutil.rmtree(folder)
     return summary
 
@@ -106,6 +113,16 @@ def _check_target(target: Path, folder: Path, force: bool) -> None:
             consequence="an earlier result would be overwritten",
             remedy="choose another name, or add --force to replace it",
         )
+    # It is removed at the end, so it must not be a folder of somebody else's.
+    if folder.is_dir() and not (folder / "run.json").exists():
+        foreign = next((path for path in folder.iterdir() if path.name not in (".lock", "lock.json")), None)
+        if foreign is not None and not foreign.name.startswith(TEMPORARY_PREFIX):
+            raise ConfigError(
+                f"{folder} holds {foreign.name}, which is no file of an interrupted job",
+                expected="no such folder, or the one that an interrupted job left",
+                consequence="files of yours would be removed when the job is done",
+                remedy="choose another --out, or move that folder away",
+            )
 
 
 # ---------------------------------------------------------------- source
@@ -193,7 +210,7 @@ def _write_shards(batches: _Batches, folder: Path, read: ReadRows, progress: Pro
     done = resumed = 0
     for start, vectors, columns in batches.each():
         shard = folder / f"shard-{start:012d}.parquet"
-        if shard.exists():
+        if _is_whole(shard, len(vectors)):
             resumed += len(vectors)
         else:
             _write_shard(shard, columns, read(vectors), schema)
@@ -201,6 +218,14 @@ def _write_shards(batches: _Batches, folder: Path, read: ReadRows, progress: Pro
         if progress:
             progress(done, batches.rows, "vectors")
     return BulkSummary(rows=done, resumed_rows=resumed)
+
+
+def _is_whole(shard: Path, rows: int) -> bool:
+    """Whether an earlier run finished this shard; one that was damaged since is made again."""
+    try:
+        return pq.read_metadata(shard).num_rows == rows
+    except (OSError, pa.ArrowException):
+        return False
 
 
 def _result_schema(source: pa.Schema) -> pa.Schema:

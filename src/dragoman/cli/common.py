@@ -285,6 +285,30 @@ def check_writable_target(path: str | Path | None, option: str) -> None:
         )
 
 
+def check_separate_paths(paths: Mapping[str, str | Path | None]) -> None:
+    """Refuse an output that would replace an input or another output.
+
+    Args:
+        paths: paths by the option that names them, inputs first; None and "-" name no file.
+
+    Raises:
+        ConfigError: two options name the same file.
+    """
+    seen: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is None or str(path) == "-" or Path(path).is_char_device():
+            continue
+        file = Path(path).resolve()
+        if file in seen:
+            raise ConfigError(
+                f"{seen[file]} and {option} both name {path}",
+                expected="a file of its own for each",
+                consequence="one would be overwritten by the other",
+                remedy=f"give {option} another name",
+            )
+        seen[file] = option
+
+
 # ---------------------------------------------------------------- reading input
 
 MAX_TEXT_BYTES = 64 * 2**20

@@ -18,6 +18,7 @@ from dragoman.cli.common import (
     HtmlOption,
     JsonOption,
     QuietOption,
+    check_separate_paths,
     check_writable_target,
     out_console,
     progress_bar,
@@ -121,6 +122,7 @@ def evaluate(
     requirements = [parse_requirement(text, FIGURE_NAMES) for text in require or ()]
     check_writable_target(json_path, "--json")
     check_writable_target(html, "--html")
+    check_separate_paths({"--test": test, "--json": json_path, "--html": html})
     check_writable_target(card, "--card")
     request = _Request(pair, av, ar, test, n, seed, device, quiet)
     assert suite is Suite.fve, "typer offers the suites that exist"

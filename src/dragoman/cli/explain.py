@@ -15,6 +15,7 @@ from dragoman.cli.common import (
     HtmlOption,
     JsonOption,
     QuietOption,
+    check_separate_paths,
     check_writable_target,
     progress_bar,
     remark,
@@ -201,6 +202,8 @@ def _check_outputs(source: ExplainInput, out: Path | None, json_path: str | None
     check_writable_target(json_path, "--json")
     check_writable_target(html, "--html")
     check_writable_target(out, "--out")
+    given = {f"--{source.kind}": source.path} if source.path.name else {}
+    check_separate_paths({**given, "--json": json_path, "--html": html, "--out": out})
 
 
 def _temperature(given: float | None, best_of: int) -> float:

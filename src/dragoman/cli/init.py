@@ -18,6 +18,7 @@ from dragoman.cli.common import (
     check_writable_target,
     out_console,
     progress_bar,
+    remark,
     visible_text,
     write_json,
 )
@@ -107,7 +108,7 @@ def init(
     check_writable_target(json_path, "--json")
     if out is not None:
         _refuse_overwriting(out, force)
-    from dragoman.cli.init_config import render_config, slug
+    from dragoman.cli.init_config import render_config, size_note, slug
     from dragoman.runs import atomic_write_text
     from dragoman.subjects import load_subject
 
@@ -120,6 +121,8 @@ def init(
     text = render_config(subject, proposal, corpus or DEFAULT_CORPORA, minutes, _batch_size(subject))
     atomic_write_text(target, text)
     _report(subject, proposal, target, json_path)
+    if note := size_note(proposal.budget):
+        remark(note, quiet=quiet)
 
 
 # ---------------------------------------------------------------- proposing

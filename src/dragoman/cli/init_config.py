@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 MIN_POSITION = 50
 MAX_TOKENS = 256
 
-_STARVED = "# This is little: a pair of fewer than about 2,000 examples hardly reads. Give it more minutes.\n"
-_SATURATED = "# More time would only repeat the same rows: give more text under data.corpora instead.\n"
+_STARVED = "This is little: a pair of fewer than about 2,000 examples hardly reads. Give it more minutes."
+_SATURATED = "More time would only repeat the same rows: give more text under data.corpora instead."
 
 
 def render_config(
@@ -69,7 +69,7 @@ def render_config(
         device=subject.compute.device.type,
         forward_rate=f"{proposal.forward_rate:,.0f}",
         estimate=f"{budget.seconds / 60:.0f}",
-        size_note=_size_note(budget),
+        size_note=f"# {note}\n" if (note := size_note(budget)) else "",
         verbalizer_examples=budget.verbalizer_examples,
         reconstructor_examples=budget.reconstructor_examples,
         refit_samples=budget.refit_samples,
@@ -97,7 +97,8 @@ def _scalar(text: str | None) -> str:
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1_000_000).strip()
 
 
-def _size_note(budget: Budget) -> str:
+def size_note(budget: Budget) -> str:
+    """What the reader of the sizes should know, in one line; empty when they fit the time."""
     if budget.starved:
         return _STARVED
     return _SATURATED if budget.saturated else ""

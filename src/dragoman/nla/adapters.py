@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,10 +41,18 @@ FULL_INDEX = "model.safetensors.index.json"
 _PEFT_PREFIX = "base_model.model."
 _ADAPTER_NAME = "default"
 
+_ADAPTER_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _IGNORED_KEYS = frozenset(
-    {"peft_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"}
+    {
+        *("peft_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
+        *("megatron_config", "megatron_core", "runtime_config"),
+        *("init_lora_weights", "loftq_config", "eva_config", "corda_config"),
+    }
 )
-"""`auto_mapping` names classes to import, and the base model would be looked up on a hub."""
+"""`auto_mapping` and `megatron_core` name code to import, the base model would be looked up on a hub, and how
+the start values are drawn no longer matters."""
+_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+"""Start values that leave the base model as it is; `pissa`, `olora` and others move part of it away."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -236,6 +244,9 @@ def _load_adapter(model: nn.Module, folder: Path) -> None:
     config = _read_adapter_config(folder / ADAPTER_CONFIG)
     stored = _read_tensors(folder / ADAPTER_WEIGHTS)
     state = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in stored.items()}
+    odd = next((name for name, tensor in state.items() if tensor.dtype not in _ADAPTER_DTYPES), None)
+    if odd is not None:
+        raise _misfit(folder, f"{odd} is of {state[odd].dtype}, not of float16, bfloat16, float32 or float64")
     try:
         # The start values are overwritten; drawing them must not move the caller's generator.
         with torch.random.fork_rng(devices=[]):
@@ -250,10 +261,11 @@ def _load_adapter(model: nn.Module, folder: Path) -> None:
             if state[name].shape != tensor.shape:
                 raise _misfit(folder, f"{name} of shape {tuple(state[name].shape)} for {tuple(tensor.shape)}")
         set_peft_model_state_dict(model, state, adapter_name=_ADAPTER_NAME)
-    except ValueError as error:
-        if isinstance(error, PairError):
-            raise
-        raise _misfit(folder, str(error).splitlines()[0]) from error
+    except (PairError, MemoryError):
+        raise
+    except Exception as error:
+        # PEFT checks little of what a config says, and what is wrong there fails anywhere in it.
+        raise _misfit(folder, f"PEFT cannot use {ADAPTER_CONFIG} ({_first_line(error)})") from error
 
 
 def _adapter_state(model: nn.Module) -> dict[str, Tensor]:
@@ -323,18 +335,26 @@ def _read_adapter_config(path: Path) -> LoraConfig:
     described = _read_json(path)
     if described.get("peft_type") != "LORA":
         raise _misfit(path.parent, f"a PEFT adapter of type {described.get('peft_type')!r}, not LORA")
+    start = described.get("init_lora_weights", True)
+    if start not in _STARTS:
+        raise _misfit(path.parent, f"an adapter that began as {start!r}, on a base model changed for it")
     known = LoraConfig.__dataclass_fields__.keys()
     kept: dict[str, Any] = {k: v for k, v in described.items() if k in known and k not in _IGNORED_KEYS}
     try:
         return LoraConfig(**kept)
-    except (TypeError, ValueError) as error:
-        raise _misfit(path.parent, f"{path.name} does not describe a LoRA adapter ({error})") from error
+    except Exception as error:
+        found = f"{path.name} does not describe a LoRA adapter ({_first_line(error)})"
+        raise _misfit(path.parent, found) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _misfit(path.parent, f"{path.name} is not readable JSON ({error})") from error
     if not isinstance(parsed, dict):
         raise _misfit(path.parent, f"{path.name} is not a JSON object")
@@ -343,9 +363,19 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise _misfit(path.parent, f"{path.name} is damaged or missing ({error})") from error
+    odd = not_finite(tensors)
+    if odd is not None:
+        raise _misfit(path.parent, f"{path.name} holds NaN or infinity in {odd}")
+    return tensors
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor with a NaN or an infinity, or None."""
+    # float(): eight-bit floats know no isfinite.
+    return next((name for name, tensor in tensors.items() if not bool(tensor.float().isfinite().all())), None)
 
 
 def _misfit(folder: Path, found: str) -> PairError:

@@ -62,7 +62,8 @@ class Decoding:
         for message in self._problems():
             raise ConfigError(
                 message,
-                expected="temperature ≥ 0, 0 < top_p ≤ 1, max_new_tokens ≥ 1, best_of ≥ 1 (1 if greedy)",
+                expected="temperature ≥ 0, 0 < top_p ≤ 1, max_new_tokens ≥ 1, best_of ≥ 1 (1 if greedy), "
+                "a seed of at most 64 bits",
                 consequence="decoding would fail or return the same candidate several times",
                 remedy="correct this setting, for example temperature=1.0 with best_of=4",
             )
@@ -76,6 +77,8 @@ class Decoding:
             yield f"max_new_tokens is {self.max_new_tokens}"
         if self.best_of < 1:
             yield f"best_of is {self.best_of}"
+        if not -(2**63) <= self.seed < 2**63:
+            yield f"seed is {self.seed}"
         if self.best_of > 1 and self.temperature == 0.0:
             yield f"best_of is {self.best_of} with greedy decoding"
 

@@ -86,7 +86,7 @@ class Pair:
             decoding: default greedy; with `best_of` the candidate of highest cosine is kept.
             score: run the reconstructor and fill cosine, mse and fve.
             batch_size: answers decoded side by side.
-            progress: called with (done, n, "vectors").
+            progress: called with (done, n, "vectors"), then with (done, texts, "texts") while these are scored.
 
         Returns:
             One explanation a vector, in order. An answer without a word counts as an unrelated direction
@@ -102,7 +102,7 @@ class Pair:
         )
         flat = [explanation for row in candidates for explanation in row]
         if score or decoding.best_of > 1:
-            self._fill_scores(checked.repeat_interleave(decoding.best_of, dim=0), flat)
+            self._fill_scores(checked.repeat_interleave(decoding.best_of, dim=0), flat, progress)
         # Without a score there is one candidate; ties keep the earliest.
         return [
             max(row, key=lambda explanation: explanation.cosine or 0.0) if len(row) > 1 else row[0]
@@ -141,12 +141,14 @@ class Pair:
         baseline = self.sidecar.baseline
         return None if baseline is None else 1.0 - mse / baseline.raw_variance
 
-    def _fill_scores(self, vectors: Vectors, explanations: Sequence[Explanation]) -> None:
+    def _fill_scores(
+        self, vectors: Vectors, explanations: Sequence[Explanation], progress: Progress | None
+    ) -> None:
         said = [row for row, explanation in enumerate(explanations) if explanation.text]
         similar = torch.zeros(len(explanations))
         mse = torch.full((len(explanations),), EMPTY_MSE)
         if said:
-            scores = self.score(vectors[said], [explanations[row].text for row in said])
+            scores = self.score(vectors[said], [explanations[row].text for row in said], progress=progress)
             similar[said], mse[said] = scores.cosine, scores.mse
         fve = self._fve(mse)
         for row, explanation in enumerate(explanations):
@@ -245,7 +247,15 @@ def save_pair(
 
 
 def check_belong_together(av: Sidecar, ar: Sidecar) -> None:
-    """Raise PairError where two sidecars name different layers, widths or base models."""
+    """Raise PairError where two sidecars name swapped roles, or different layers, widths or base models."""
+    for wanted, sidecar, other in (("av", av, "ar"), ("ar", ar, "av")):
+        if sidecar.role == other:
+            raise PairError(
+                f"the sidecar of the half given as {wanted} says role {other}",
+                expected=f"role {wanted}",
+                consequence="a model would be asked for what it was never trained to say",
+                remedy="swap the two halves, or load the two halves of one pair",
+            )
     ar_layer = ar.extraction.layer_index if ar.ar_layer_index is None else ar.ar_layer_index
     compared = [
         ("layer_index", av.extraction.layer_index, ar_layer),

@@ -286,6 +286,8 @@ def _load_head(path: Path, d_model: int) -> tuple[str, nn.Module]:
     if {key: tensor.shape for key, tensor in tensors.items()} != wanted:
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         raise _head_error(f"{path} holds {shapes}")
+    if adapters.not_finite(tensors) is not None:
+        raise _head_error(f"{path} holds NaN or infinity")
     head.load_state_dict({key: tensor.float() for key, tensor in tensors.items()})
     return name, head
 

@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from dragoman.errors import FetchError, PairError
+from dragoman.subjects.hub import is_http_error
 
 ZOO_PREFIX = "zoo:"
 HUB_PREFIX = "hf:"
@@ -74,7 +75,6 @@ def _from_hub(name: str) -> Path:
         )
     repository, _, revision = name.partition("@")
     # Not imported at the top: a local pair needs no hub client.
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -82,7 +82,9 @@ def _from_hub(name: str) -> Path:
         return Path(
             snapshot_download(repository, revision=revision or None, allow_patterns=list(_HUB_PATTERNS))
         )
-    except (OSError, httpx.HTTPError, HFValidationError) as error:
+    except Exception as error:
+        if not isinstance(error, OSError | HFValidationError) and not is_http_error(error):
+            raise
         raise FetchError(
             f"{HUB_PREFIX}{name} could not be downloaded ({_first_line(error)})",
             expected="a reachable hub that has this repository and revision, or a copy in its cache",

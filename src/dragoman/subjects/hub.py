@@ -41,6 +41,30 @@ def parse_hub_name(name: str, revision: str | None = None) -> HubName | None:
     return HubName(match["repo"], written or revision)
 
 
+def hub_answers() -> bool:
+    """Whether the model hub can be reached, asked once.
+
+    Its client tries every file again for half a minute, and transformers asks it for several: without this
+    question a machine with no network would wait for minutes, even for a model in the local cache.
+    """
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.DEFAULT_REQUEST_TIMEOUT)
+    except Exception as error:
+        if isinstance(error, OSError) or is_http_error(error):
+            return False
+        raise
+    return True
+
+
+def is_http_error(error: Exception) -> bool:
+    """Whether the hub's HTTP client raised it; by name, as releases of the hub client use different ones."""
+    return any(kind.__module__.partition(".")[0] in ("httpx", "httpx2") for kind in type(error).__mro__)
+
+
 @contextmanager
 def explained(reference: str, hub: HubName | None) -> Generator[None]:
     """Turn what transformers and the hub client raise while loading into our errors."""

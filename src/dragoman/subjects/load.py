@@ -21,7 +21,7 @@ from dragoman.subjects.chat import supply_chat_template
 from dragoman.subjects.compute import Compute, choose_compute
 from dragoman.subjects.folders import check_model_folder
 from dragoman.subjects.gguf import CONVERTER_VERSION, convert_gguf, read_gguf_header
-from dragoman.subjects.hub import HubName, explained, parse_hub_name
+from dragoman.subjects.hub import HubName, explained, hub_answers, parse_hub_name
 from dragoman.subjects.quantized import quantization_config
 from dragoman.subjects.quiet import quiet_transformers
 from dragoman.subjects.registry import EMBEDDED, EmbeddedSubject, find_embedded
@@ -281,7 +281,7 @@ def _load(
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if source.hub is not None:
-        options["revision"] = source.hub.revision
+        options.update(revision=source.hub.revision, local_files_only=not hub_answers())
     with quiet_transformers(), explained(source.reference, source.hub):
         tokenizer = AutoTokenizer.from_pretrained(source.reference, **options)
         _refuse_empty_tokenizer(source.reference, tokenizer)
