@@ -162,6 +162,24 @@ def test_a_folder_killed_before_its_config_was_written_is_new(tmp_path: Path) ->
         assert not run.resumed
 
 
+def test_a_config_refused_before_any_work_does_not_hold_the_folder(tmp_path: Path) -> None:
+    def refused(error: BaseException, config: dict, work: bool = False) -> None:
+        with pytest.raises(type(error)), RunFolder.open(tmp_path, config, kind="t") as run:
+            if work:
+                run.log(step=1)
+            raise error
+
+    wrong = RunError("no", expected="e", consequence="c", remedy="r")
+    refused(wrong, {"rank": 1})
+    refused(KeyboardInterrupt(), {"rank": 2})
+    with pytest.raises(RunError, match="rank"):
+        RunFolder.open(tmp_path, {"rank": 3}, kind="t")
+    (tmp_path / "config.json").unlink()
+    refused(wrong, {"rank": 4}, work=True)
+    with pytest.raises(RunError, match="rank"):
+        RunFolder.open(tmp_path, {"rank": 5}, kind="t")
+
+
 def test_a_second_opening_in_the_same_process_is_refused_too(tmp_path: Path) -> None:
     with (
         RunFolder.open(tmp_path, CONFIG, kind="k"),

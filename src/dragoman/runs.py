@@ -29,7 +29,7 @@ from typing import Any
 import filelock
 import orjson
 
-from dragoman.errors import ResourceError, RunError
+from dragoman.errors import DragomanError, ResourceError, RunError
 from dragoman.files import (
     atomic_folder,
     atomic_path,
@@ -212,7 +212,14 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # A config that was refused before any work must not hold the folder against the corrected one.
+        if isinstance(error, DragomanError) and not self.resumed and not self._has_work():
+            (self.path / "config.json").unlink(missing_ok=True)
         self.close()
+
+    def _has_work(self) -> bool:
+        own = {"config.json", "run.json", "lock.json", ".lock"}
+        return any(path.name not in own for path in self.path.iterdir())
 
 
 def _acquire(folder: Path) -> filelock.BaseFileLock:

@@ -110,6 +110,7 @@ def test_an_existing_config_is_kept_unless_forced_and_refused_before_the_model_i
         (("{folder}", "--layer", "4"), "0 to 3"),
         (("{folder}", "--corpus", "no-such-corpus"), "no-such-corpus"),
         (("{folder}", "--minutes", "0"), "--minutes"),
+        (("{folder}", "--minutes", "inf"), "--minutes"),
     ],
 )
 def test_bad_input_is_refused_and_leaves_no_file(arguments, said, here, tiny_folder):

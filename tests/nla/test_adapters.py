@@ -220,6 +220,7 @@ def test_an_adapter_config_of_another_kind_is_refused(tiny_llama: Subject, tmp_p
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"r": 10**6}, {"rank_pattern": {"q_proj": 10**6}},
         {"r": "x"}, {"r": 2.5}, {"r": None}, {"lora_alpha": None}, {"target_modules": 5},
         {"target_modules": "(a+"}, {"target_modules": [5]}, {"bias": "zz"}, {"lora_dropout": "x"},
         {"layers_to_transform": "x"}, {"rank_pattern": [1]}, {"rank_pattern": {"(": 4}},

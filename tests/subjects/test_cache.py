@@ -153,3 +153,25 @@ def test_an_entry_whose_builder_was_killed_is_built_by_the_next(tmp_path: Path) 
     ensure_cached(tmp_path / "entry", {"source": "a"}, Builder())
     assert list((tmp_path / "entry").glob(".tmp-*")) == []
     assert damage(tmp_path / "entry" / "model", {"source": "a"}) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest.pop("key"),
+        lambda manifest: manifest.pop("files"),
+        lambda manifest: manifest.update(files=5),
+        lambda manifest: manifest.update(files={}),
+        lambda manifest: manifest.update(files={"weights.bin": 5}),
+        lambda manifest: manifest["files"]["weights.bin"].pop("sha256"),
+    ],
+)
+def test_a_manifest_that_lacks_something_counts_as_none(
+    cached: tuple[Path, Path, Builder], change: Callable[[dict], object]
+) -> None:
+    entry, folder, builder = cached
+    manifest = orjson.loads((folder / MANIFEST).read_bytes())
+    change(manifest)
+    (folder / MANIFEST).write_bytes(orjson.dumps(manifest))
+    assert damage(folder, KEY) == "no readable manifest"
+    assert ensure_cached(entry, KEY, builder) == folder and builder.calls == 2

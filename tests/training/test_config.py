@@ -51,7 +51,11 @@ def test_a_wrong_key_or_value_is_refused_by_name(change, named):
 
 
 @pytest.mark.parametrize(
-    "text", ["[1, 2]", "a: [", "", "!!python/object/apply:os.system ['true']", b"\xff\xfe\x00"]
+    "text",
+    [
+        *("[1, 2]", "a: [", "", "!!python/object/apply:os.system ['true']", b"\xff\xfe\x00"),
+        *("[" * 5000, "d: 2020-99-99"),
+    ],
 )
 def test_what_is_no_mapping_is_refused(text):
     with pytest.raises(ConfigError):

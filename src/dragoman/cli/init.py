@@ -73,7 +73,10 @@ def register(app: typer.Typer) -> None:
 def init(
     model: Annotated[str, typer.Argument(help="smollm2-135m, hf:ORG/NAME, a model folder, or a .gguf file.")],
     minutes: Annotated[
-        float, typer.Option("--minutes", min=0.5, help="Time for the whole pair: capture, training, refit.")
+        float,
+        typer.Option(
+            "--minutes", min=0.5, max=525_600, help="Time for the whole pair: capture, training, refit."
+        ),
     ] = 60.0,
     layer: Annotated[
         int | None,

@@ -86,7 +86,7 @@ class Pair:
             decoding: default greedy; with `best_of` the candidate of highest cosine is kept.
             score: run the reconstructor and fill cosine, mse and fve.
             batch_size: answers decoded side by side.
-            progress: called with (done, n, "vectors"), then with (done, texts, "texts") while these are scored.
+            progress: called with (done, n, "vectors"), then (done, texts, "texts") while these are scored.
 
         Returns:
             One explanation a vector, in order. An answer without a word counts as an unrelated direction

@@ -103,7 +103,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         return None
-    return manifest
+    files = manifest.get("files")
+    whole = isinstance(files, dict) and files and all(_is_entry(entry) for entry in files.values())
+    return manifest if whole and "key" in manifest else None
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and {"bytes", "mtime_ns", "sha256"} <= entry.keys()
 
 
 def _write_manifest(folder: Path, key: Mapping[str, Any]) -> None:

@@ -144,9 +144,9 @@ def parse_config(text: str | bytes, *, name: str) -> PairConfig:
     """Validate YAML text; `name` stands for the file in messages. Raises ConfigError."""
     try:
         raw = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(
-            f"{name} is not valid YAML: {' '.join(str(error).split())}",
+            f"{name} is not valid YAML: {' '.join(str(error).split())[:300]}",
             expected="a YAML mapping",
             consequence="settings would be guessed",
             remedy="correct the line named",
