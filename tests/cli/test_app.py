@@ -282,6 +282,18 @@ def test_progress_without_a_terminal_writes_few_lines_and_quiet_none(capsys, mon
     assert capsys.readouterr().err == ""
 
 
+def test_the_time_left_of_a_second_unit_counts_its_first_piece_of_work(monkeypatch, capsys):
+    clock = iter([0.0, 5.0, 25.0, 45.0])
+    monkeypatch.setattr(common.time, "monotonic", lambda: next(clock))
+    with common.progress_bar("capturing") as report:
+        report(3, 3, "corpora")
+        report(10, 40, "vectors")
+        report(20, 40, "vectors")
+    assert capsys.readouterr().err == (
+        "capturing: 10 of 40 vectors, about 60 s left\ncapturing: 20 of 40 vectors, about 40 s left\n"
+    )
+
+
 def test_progress_on_a_terminal_shows_counts_and_unit(monkeypatch):
     import io
 

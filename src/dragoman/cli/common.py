@@ -208,13 +208,14 @@ class _PlainProgress:
     def __init__(self, description: str, console: Console) -> None:
         self.description = description
         self.console = console
-        self.last = time.monotonic()
+        self.last = self.heard = time.monotonic()
         self.started: dict[str, float] = {}
 
     def __call__(self, done: int, total: int, unit: str) -> None:
         now = time.monotonic()
-        # A first report comes after the first piece of work: the time before it counts.
-        started = self.started.setdefault(unit, now if self.started else self.last)
+        # A unit's first report comes after its first piece of work: the time since the report before counts.
+        started = self.started.setdefault(unit, self.heard)
+        self.heard = now
         if now - self.last < PLAIN_PROGRESS_SECONDS:
             return
         self.last = now

@@ -249,7 +249,7 @@ def _load_adapter(model: nn.Module, folder: Path) -> None:
         raise _misfit(folder, f"{odd} is of {state[odd].dtype}, not of float16, bfloat16, float32 or float64")
     largest = max((size for tensor in state.values() for size in tensor.shape), default=0)
     try:
-        if max([config.r, *config.rank_pattern.values()]) > largest:
+        if max([config.r, *(config.rank_pattern or {}).values()]) > largest:
             raise _misfit(folder, f"a rank above {largest}, the largest size of any stored tensor")
         # The start values are overwritten; drawing them must not move the caller's generator.
         with torch.random.fork_rng(devices=[]):
