@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -22,6 +23,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import filelock
 import orjson
 import pydantic
 
@@ -151,18 +153,20 @@ def atomic_folder(path: str | os.PathLike[str]) -> Generator[Path]:
     try:
         with denials_explained(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            _recover_set_aside(target, aside)
+            with _swap_lock(target):
+                _recover_set_aside(target, aside)
             temporary.mkdir()
         with full_disk_explained(target):
             yield temporary
             for file in temporary.rglob("*"):
                 if file.is_file() and not file.is_symlink():
                     _flush_to_disk(file)
-            _swap_folders(temporary, target, aside)
+            with _swap_lock(target):
+                _swap_folders(temporary, target, aside)
+                shutil.rmtree(aside, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
     _flush_folder(target.parent)
 
 
@@ -273,20 +277,23 @@ def _recover_set_aside(target: Path, aside: Path) -> None:
         aside.rename(target)
 
 
+def _swap_lock(target: Path) -> filelock.BaseFileLock:
+    """One swap of a folder at a time: between its two renames there is nothing under the final name.
+
+    The lock lies in the system's temporary folder, so that nothing of it stays beside the result.
+    """
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    key = hashlib.sha256(f"{user}/{target.absolute()}".encode()).hexdigest()[:24]
+    return filelock.FileLock(Path(tempfile.gettempdir()) / f"dragoman-{key}.lock", timeout=60)
+
+
 def _swap_folders(temporary: Path, target: Path, aside: Path) -> None:
-    # Another process may be doing the same; whoever renames last wins, and both results are whole.
-    attempts = 5
-    for attempt in range(attempts):
-        _set_aside(target, aside)
-        try:
-            temporary.rename(target)
-        except OSError as error:
-            taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EACCES)
-            if taken and target.exists() and attempt + 1 < attempts:
-                continue
-            _recover_set_aside(target, aside)
-            raise
-        return
+    _set_aside(target, aside)
+    try:
+        temporary.rename(target)
+    except OSError:
+        _recover_set_aside(target, aside)
+        raise
 
 
 def _set_aside(target: Path, aside: Path) -> None:
