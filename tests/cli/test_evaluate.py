@@ -8,11 +8,14 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from dragoman.cli.app import app
+from dragoman.errors import VectorError
 from dragoman.evaluation.figures import FIGURE_NAMES
 from dragoman.subjects import load_subject
 
@@ -134,6 +137,34 @@ def test_only_the_test_split_is_captured_and_it_is_the_one_that_training_held_ou
     np.testing.assert_allclose(alone.vectors, beside.vectors, rtol=0.05, atol=0.05 * beside.vectors.std())
     trained_on = {doc for split in ("av_sft", "ar_sft") for doc in read_held_out(sets[split]).doc_ids}
     assert not trained_on & {row["doc_id"] for row in document["rows"]}
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("doc_id", ["a", None]),
+        ("n_raw_tokens", [60, None]),
+        ("n_raw_tokens", ["60", "x"]),
+        ("n_raw_tokens", [60, 0]),
+        ("n_raw_tokens", [60.0, 61.5]),
+        ("explanation", ["words", None]),
+        ("explanation", ["words", " "]),
+        ("explanation", [1, 2]),
+    ],
+)
+def test_a_test_file_with_a_value_missing_or_of_another_kind_is_refused(tmp_path, column, values):
+    from dragoman.evaluation import read_held_out
+    from dragoman.sidecar import Extraction, Sidecar, write_sidecar
+
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.ones(8, np.float32)), 4)
+    columns = {"doc_id": ["a", "b"], "n_raw_tokens": [60, 61], "explanation": ["one", "two"], column: values}
+    pq.write_table(pa.table({"activation_vector": vectors, **columns}), tmp_path / "t.parquet")
+    write_sidecar(
+        tmp_path / "t.parquet",
+        Sidecar(kind="nla_dataset", d_model=4, extraction=Extraction(layer_index=1)),
+    )
+    with pytest.raises(VectorError, match=rf"t\.parquet has {column} = "):
+        read_held_out(tmp_path / "t.parquet")
 
 
 def test_a_test_file_can_be_named_and_gives_the_same_figures(evaluated, pair_folder, home):

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from dragoman.errors import ConfigError, RunError
+from dragoman.errors import ConfigError, InjectionError, RunError, SidecarError
 from dragoman.nla import Decoding, load_pair
 from dragoman.training import PairTraining, read_config
 
@@ -122,3 +122,16 @@ def test_full_fine_tuning_changes_the_copy_and_never_the_subject(trained, tmp_pa
     other.train_verbalizer()
     assert all(torch.equal(before[name], tensor) for name, tensor in other.subject.model.state_dict().items())
     assert (tmp_path / "run" / "verbalizer" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "prompt", ["prompt: {marker: 'two words'}", "prompt: {av_template: 'no slot at all'}"]
+)
+def test_a_prompt_that_cannot_work_is_refused_before_any_vector_is_captured(trained, tmp_path, prompt):
+    _, _, _, path = trained
+    odd = tmp_path / "odd.yaml"
+    odd.write_text(path.read_text() + prompt + "\n", "utf-8")
+    training = PairTraining(read_config(odd), output=tmp_path / "run", device="cpu")
+    with pytest.raises((ConfigError, InjectionError, SidecarError)):
+        training.sets()
+    assert not (tmp_path / "run" / "data").exists()

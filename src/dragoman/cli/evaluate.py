@@ -74,7 +74,13 @@ def evaluate(
     suite: Annotated[Suite, typer.Option("--suite", help="What is measured.")] = Suite.fve,
     n: Annotated[int, typer.Option("--n", min=2, help="Held-out vectors to use.")] = 512,
     seed: Annotated[
-        int, typer.Option("--seed", help="Decides the sample, the shuffled control and the resampling.")
+        int,
+        typer.Option(
+            "--seed",
+            min=0,
+            max=2**63 - 1,
+            help="Decides the sample, the shuffled control and the resampling.",
+        ),
     ] = 0,
     test: Annotated[
         Path | None,

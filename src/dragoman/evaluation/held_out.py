@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,23 @@ class HeldOut:
         return digest.hexdigest()[:16]
 
 
+def _check_columns(path: Path, table: Mapping[str, Sequence[Any]]) -> None:
+    checks: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "doc_id": ("a name or number", lambda value: isinstance(value, str | int)),
+        "n_raw_tokens": ("a whole number from 1", lambda value: isinstance(value, int) and value > 0),
+        "explanation": ("at least one word", lambda value: isinstance(value, str) and bool(value.strip())),
+    }
+    for name, (expected, fits) in checks.items():
+        row = next((row for row, value in enumerate(table[name]) if not fits(value)), None)
+        if row is not None:
+            raise VectorError(
+                f"row {row} of {path.name} has {name} = {str(table[name][row])[:80]!r}",
+                expected=f"{expected} in every row",
+                consequence="figures would be about other rows or other words than they say",
+                remedy="correct or drop the row",
+            )
+
+
 def read_held_out(path: Path) -> HeldOut:
     """Read the `test` file of a data set (see dragoman.datagen) or any file with the same columns.
 
@@ -98,13 +115,15 @@ def read_held_out(path: Path) -> HeldOut:
             and `activation_layer` are used where present.
 
     Raises:
-        VectorError: no file, a damaged one, a missing column, NaN, or more than one layer in it.
+        VectorError: no file, a damaged one, a missing column, a value missing or of another kind, NaN, or
+            more than one layer in it.
         SidecarError: the sidecar is missing or damaged.
     """
     with VectorReader(path) as reader:
         optional = [c for c in ("token_string", "activation_layer") if c in reader.columns]
         table = reader.read_table(["doc_id", "n_raw_tokens", "explanation", *optional]).to_pydict()
         vectors, sidecar = reader.read_vectors(), reader.sidecar
+    _check_columns(path, table)
     layers = set(table.get("activation_layer", [])) | (
         {sidecar.extraction.layer_index} if sidecar is not None else set()
     )

@@ -76,6 +76,15 @@ def make_contract(subject: Subject, config: PairConfig, training_set: Path) -> C
     return Contract(av=Sidecar(role="av", **shared), ar=Sidecar(role="ar", **shared))
 
 
+def check_prompt(subject: Subject, config: PairConfig) -> None:
+    """Refuse a marker or template that no contract can be made of, before hours go into vectors.
+
+    Raises:
+        ConfigError, InjectionError, SidecarError: as `make_contract`.
+    """
+    _tokens(subject, config)
+
+
 def _injection_scale(config: PairConfig, vectors: Vectors) -> float:
     norms = vectors.double().norm(dim=1)
     if config.injection_scale == "auto":

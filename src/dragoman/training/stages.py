@@ -29,7 +29,7 @@ from dragoman.runs import Progress, RunFolder
 from dragoman.scaling import normalised_mse
 from dragoman.subjects import Compute, Subject, load_subject, measure_attention
 from dragoman.training.config import PairConfig, StageConfig
-from dragoman.training.contract import Contract, make_contract
+from dragoman.training.contract import Contract, check_prompt, make_contract
 from dragoman.training.loop import FINISHED, MODEL, Listener, train
 from dragoman.training.refit import refit_rows
 from dragoman.training.rows import Rows, read_rows
@@ -97,6 +97,7 @@ class PairTraining:
                     self.config.subject, device=self._device, compute=recorded, progress=progress
                 )
             _check_layer(self.config, self._subject)
+            check_prompt(self._subject, self.config)
         return self._subject
 
     def sets(self) -> dict[str, Path]:
