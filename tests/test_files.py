@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.processes import names, run_python
 
 from dragoman.errors import ResourceError
 from dragoman.runs import (
@@ -25,20 +26,6 @@ from dragoman.runs import (
     atomic_write_text,
     check_disk_space,
 )
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def run_python(source: str, *arguments: str | Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", source, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
 
 # ---------------------------------------------------------------- one file
 

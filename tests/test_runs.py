@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.processes import names, run_python
 
 from dragoman import files, runs
 from dragoman.errors import ResourceError, RunError
@@ -27,19 +27,6 @@ from dragoman.runs import (
 )
 
 CONFIG = {"steps": 10, "model": {"layer_index": 20, "rank": 16}, "lr": 1e-3}
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def run_python(source: str, *arguments: str | Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", source, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 # ---------------------------------------------------------------- provenance and hashes
