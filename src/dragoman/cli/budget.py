@@ -13,10 +13,10 @@ from dataclasses import dataclass
 _TRAINING_COST = {"cpu": 13.5, "cuda": 5.0, "mps": 6.0}
 _DECODING_COST = {"cpu": 14.0, "cuda": 25.0, "mps": 20.0}
 
-_AV_TOKENS = 95
-"""Prompt and explanation of one verbalizer example."""
-_AR_TOKENS = 75
-_EXPLANATION_TOKENS = 60
+_AV_TOKENS = 66
+"""Prompt and answer of one verbalizer example, mean over the shipped pair's training rows (22 + 44)."""
+_AR_TOKENS = 48
+_EXPLANATION_TOKENS = 46
 _SHARE_USED = 0.9
 """Of the budget; the rest is loading, evaluation and checkpoints."""
 
@@ -29,9 +29,9 @@ _MIN_BATCHES = 8
 _POSITIONS = 6
 
 # Sizes of the later stages for one AV example, as in the shipped pair's config.
-_RECONSTRUCTOR_EXAMPLES = 0.8
-_REFIT_SAMPLES = 0.22
-_REFIT_EXAMPLES = 0.55
+_RECONSTRUCTOR_EXAMPLES = 1.25
+_REFIT_SAMPLES = 0.35
+_REFIT_EXAMPLES = 0.83
 
 
 @dataclass(frozen=True)
