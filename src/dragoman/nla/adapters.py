@@ -6,7 +6,7 @@ into them:
 * `share_structure` copies the module tree and shares every tensor: a verbalizer with an unmerged adapter
   costs the adapter alone, and the subject neither sees the adapter nor the hooks of the copy.
 * `merge_adapter` first gives each adapted linear layer a weight of its own: a merged model costs one copy of
-  the linear layers and decodes about a quarter faster than an unmerged one, so it is the default for
+  the linear layers and decodes faster than an unmerged one, so it is the default for
   inference.
 * `own_weights` copies every tensor: full fine-tuning.
 

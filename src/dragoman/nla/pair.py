@@ -173,7 +173,7 @@ def load_pair(
         subject: the base model, loaded or by name; default is the one that pair.json or the sidecar names.
         av: the verbalizer alone, a folder or `hf:`; wins over the spec's.
         ar: the reconstructor alone, likewise.
-        merge: add adapters into copies of the linear layers: about a quarter faster; False shares all
+        merge: add adapters into copies of the linear layers: faster; False shares all
             weights.
         device: where a subject that is loaded here goes.
         progress: reports fetching and converting of a subject that is loaded here.

@@ -215,7 +215,7 @@ class Verbalizer:
 
         Args:
             batch: from `training_batch`.
-            share_prefix: run the constant prompt once and expand it; exact to rounding, about a fifth faster.
+            share_prefix: run the constant prompt once a batch and expand it; exact to rounding.
         """
         cache = self._decoder.text.run_prefix(self._prompt[: self._shared]) if share_prefix else None
         skip = 0 if cache is None else self._shared
